@@ -1,4 +1,4 @@
-"""The command ``motley``, as ``python -m motley``."""
+"""The entry point of ``python -m motley``, which runs the command ``motley``."""
 
 from motley.cli import main
 

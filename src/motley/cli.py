@@ -1,4 +1,4 @@
-"""The command ``motley``. After an installation with pip, it replaces the scripts of a clone.
+"""The command ``motley``, which replaces the repository's scripts after ``pip install``.
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
@@ -6,8 +6,8 @@
     motley report logs
     motley watch --once
 
-For a command that all ranks run, motley.launch.environment replaces each process by
-``python -m motley.launch``, as entry_cn.sh does. Other commands run in this process.
+If all ranks run a command, motley.launch.environment replaces each process with ``python -m
+motley.launch``, as entry_cn.sh does. Other commands run in this process.
 """
 
 import importlib
@@ -29,10 +29,12 @@ class Command:
         module: name of the module whose ``main()`` reads ``sys.argv`` and returns an exit code or
             None; empty for ``motley run``.
         says: one-line description of the command in ``-h``.
-        doors: paths of the scripts in a clone that run the same module.
+        doors: paths of the repository's scripts that run the same module.
         is_launched: True if each rank runs the command.
-        visits_hosts: True if motley.provision.setup_command runs the module's ``main(words)``.
-        otherwise: for a command that needs a clone, the command to use without a clone.
+        visits_hosts: True if the command visits hosts by ssh. motley.provision.setup_command then
+            calls the module's ``main(words)``.
+        otherwise: command to use if the repository is not cloned. Empty: the command needs no
+            clone.
     """
 
     module: str
@@ -95,7 +97,7 @@ GROUPS = {
         "watch": _picture("watch", "follow a run in the terminal"),
         "report": _picture("report", "write a page about a run, or about all runs"),
         "verdict": _here(
-            "plotting.run_verdict", "say where a run's time went", "plots/verdict.py"
+            "plotting.run_verdict", "print where a run's time went", "plots/verdict.py"
         ),
         "diff": _here("plotting.run_diff", "say how runs differ", "plots/diff.py"),
         "publish": _here("plotting.publish_run", "send a run to a tracker", "plots/publish.py"),
@@ -114,18 +116,18 @@ GROUPS = {
         "slurm": _on_hosts("slurm_job", "write a batch script of Slurm's, and submit it"),
     },
     "Get these machines ready": {
-        "check": _on_hosts("test_cn_connection", "say what every host is, and what is wrong"),
-        "ssh": _on_hosts("passwordless_ssh", "get from a password to a key on every host"),
+        "check": _on_hosts("test_cn_connection", "report every host's properties and faults"),
+        "ssh": _on_hosts("passwordless_ssh", "let ssh log in to every host by a key"),
         "shell": _on_hosts("change_cn_shell", "change your login shell on every host"),
         "install": _on_hosts(
             "install_cn", "make a clone's environment on every host",
             f"pip install {PINNED}",
         ),
-        "sync": _on_hosts("sync_cn", "bring a clone's files to every host", "scp"),
+        "sync": _on_hosts("sync_cn", "copy a clone's files to every host", "scp"),
         "stage": _on_hosts("stage_cn", "pack images into one file on each host's disk"),
-        "mpi": _on_hosts("test_mpi", "tell MPI which network the hosts share, and try it"),
+        "mpi": _on_hosts("test_mpi", "configure MPI for the hosts' network, and test it"),
         "hello": _on_ranks(
-            "provision.hello_mpi", "have each rank say where it is", "setup/hello_mpi.py"
+            "provision.hello_mpi", "print the host of each rank", "setup/hello_mpi.py"
         ),
         "test-gpu": _on_ranks(
             "provision.test_torch_gpu", "see whether each rank can compute",

@@ -1,8 +1,8 @@
 """Shell completion for the command ``motley``, made by shtab: ``motley completion bash``.
 
-motley completion bash >~/.local/share/bash-completion/completions/motley
-motley completion zsh >~/.zfunc/_motley
-motley completion tcsh >~/.motley.tcsh        # and: source ~/.motley.tcsh, in ~/.tcshrc
+motley completion bash >~/.local/share/bash-completion/completions/motley motley completion zsh
+>~/.zfunc/_motley motley completion tcsh >~/.motley.tcsh # then add to ~/.tcshrc: source
+~/.motley.tcsh
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentParser:
-    """Return a parser of all commands. Options that name files are marked for shtab."""
+    """Return a parser of all commands, and mark options that take a file name for shtab."""
     whole = argparse.ArgumentParser("motley")
     whole.add_argument("--version", action="store_true")
     below = whole.add_subparsers()
@@ -74,7 +74,7 @@ def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPar
 
 
 def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
-    """Return the first parser with ``-h`` that a command's ``main()`` uses.
+    """Return the first parser that a command's ``main()`` makes with an option ``-h``.
 
     Args:
         module: the command's module.
@@ -92,7 +92,7 @@ def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
 
 @contextmanager
 def _caught() -> Iterator[None]:
-    """Make parsers with ``-h`` raise _FoundError instead of parsing, within the context."""
+    """Make parsers with ``-h`` raise _FoundError instead of parsing, within the ``with`` block."""
     usual, words = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def stop(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:

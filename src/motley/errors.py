@@ -6,7 +6,7 @@ from motley.text import typed_command
 class MotleyError(Exception):
     """An error that the user can correct.
 
-    The message has the cause, the finding and the fix, in this order. Scripts print the message as
+    The message states the cause, then what was found, then the fix. Scripts print the message as
     one line without a traceback. Other exceptions are printed with a traceback.
     """
 
@@ -16,7 +16,7 @@ class MotleyError(Exception):
 
 
 class NoMemoryError(MotleyError):
-    """An error because not even the smallest piece of work fits into memory."""
+    """An error because not even the smallest micro-batch fits into memory."""
 
 
 class NotFiniteError(MotleyError):
@@ -24,7 +24,7 @@ class NotFiniteError(MotleyError):
 
 
 class DeviceError(MotleyError):
-    """An error because a device computed a different result in a second attempt."""
+    """An error because a device computed two different results from the same input."""
 
 
 class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault

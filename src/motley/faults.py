@@ -111,7 +111,7 @@ class Fault:
         rank: number of the rank in the launch.
         host: host of the rank.
         step: number of the rank's step, from 0; None before the first step.
-        error: cause and finding, in one line.
+        error: the cause, and what was found, in one line.
         advice: the fix, in one line; may be empty.
         details: the traceback; empty for an error whose message is written for users.
         echo: True if the fault may be a consequence of another rank's failure.
@@ -143,7 +143,7 @@ class Fault:
         return 128 + self.signal if self.signal else self.kind.code
 
     def last_words(self) -> str:
-        """Return the traceback, if there is one, followed by the line for the user."""
+        """Return the text to print at the end: the traceback, if any, and the line for the user."""
         return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
 
     def line(self) -> str:

@@ -75,10 +75,10 @@ def import_extra(name: str, option: str, packages: str = "", where: str = _ON_AL
         name: name of the module.
         option: option that needs the module, for the error.
         packages: packages to install with pip; empty: a package of the module's name.
-        where: part of the error message that says on which hosts to install.
+        where: part of the error message that names the hosts on which to install the packages.
 
     Raises:
-        MotleyError: the module is not installed here, or cannot be imported.
+        MotleyError: the module is not installed on this host, or cannot be imported.
     """
     try:
         return importlib.import_module(name)
@@ -123,7 +123,7 @@ def folder_of_extra(name: str, option: str) -> Path:
     """Return the folder of a package without importing it, since only its files are needed.
 
     Raises:
-        MotleyError: the package is not installed here.
+        MotleyError: the package is not installed on this host.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:

@@ -37,7 +37,7 @@ def escape_unprintable() -> None:
 
 
 def own_command() -> str:
-    """Return the command of ``motley`` that runs this process (motley.cli); empty for a script."""
+    """Return the name of the ``motley`` command that runs in this process; empty for a script."""
     program, _, name = sys.argv[0].partition(" ")
     return name if program == "motley" else ""
 
@@ -72,7 +72,7 @@ def _replace_door(match: re.Match[str]) -> str:
 
 @cache
 def _read_doors() -> dict[str, str]:
-    """Return the command that replaces each script of a clone, by the script's path and by name."""
+    """Return the ``motley`` command for each script of the repository, by path and by file name."""
     result = dict[str, str]()
     for name, command in importlib.import_module("motley.cli").COMMANDS.items():  # imports this
         typed = command.otherwise if command.otherwise and not ROOT else f"motley {name}"
@@ -99,13 +99,13 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 3, least: float = 
 
 
 def name_some(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and the number of further ones: ``a, b and 3 more``."""
+    """Return the first names, and the number of the other names: ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def parse_seconds(text: str) -> int | None:
-    """Return the seconds of a time such as 2h, 30m or 1h30m; None if it is not 1s to 366d."""
+    """Return the seconds of a time such as 2h or 1h30m; None unless the text is from 1s to 366d."""
     if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):
         return None
     parts = re.findall(r"([0-9]+)([dhms])", text)
@@ -127,7 +127,7 @@ def format_rate(rate: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as 1:02:03, or 2:03."""
+    """Return a duration as hours, minutes and seconds: 1:02:03, or 2:03 below one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

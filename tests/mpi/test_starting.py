@@ -42,7 +42,7 @@ run(lambda world: print("started", flush=True))
             "rank 1 on .* is still importing its program; if the hosts are slow, allow",
         ),
         ("join", True, "rank 1 on .* is stopped; start it again"),
-        ("join", False, "those of .* wait for each other in MPI"),
+        ("join", False, "the ranks on .* wait for each other in MPI"),
     ],
 )
 def test_a_rank_that_does_not_start_is_named(

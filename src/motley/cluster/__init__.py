@@ -1,1 +1,1 @@
-"""The hosts of a run: the hostfile, their hardware, connections to them, and leftover processes."""
+"""The hosts of a run: the hostfile, facts about hosts, ssh connections, leftover processes."""

@@ -4,8 +4,9 @@ One of these folders is the cache, in which this machine stores measured speeds 
 
 A container may run under a user number without a name, and without HOME.
 
-A folder that belongs to another user, or that another user can write to, is refused. Links are not
-followed. A folder is opened first and then checked, so no other process can replace it in between.
+The module refuses a folder that belongs to another user, or that another user can write to. Links
+are not followed. A folder is opened before the checks, so that no other process can replace the
+folder in between.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from motley.errors import MotleyError
 
 
 def home_folder() -> Path:
-    """Return the home folder: the value of HOME, or the home in the system's list of users.
+    """Return this user's home: the value of HOME, or the home in the system's list of users.
 
     Raises:
         MotleyError: neither HOME nor the list of users names a home.
@@ -39,12 +40,12 @@ def home_folder() -> Path:
 
 
 def expand_home(path: str) -> Path:
-    """Return a path with the home folder in place of a leading ``~/``."""
+    """Return a path in which the home folder replaces a leading ``~/``."""
     return home_folder() / path[2:] if path.startswith("~/") else Path(path)
 
 
 def user_name() -> str:
-    """Return the name of the user, or the user's number if the user has no name."""
+    """Return this user's name, or the user id if the user has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -52,7 +53,7 @@ def user_name() -> str:
 
 
 class RefusedError(OSError):
-    """An error: another user could have written this file or folder."""
+    """An error because another user could have written this file or folder."""
 
 
 @contextlib.contextmanager
@@ -109,11 +110,11 @@ _LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # free bytes and files that MPI need
 def cache_folder() -> Path:
     """Return a folder of this machine that no other user can write to.
 
-    Each start of this user gets the same folder, if the user can own a folder in the temporary
-    folder.
+    All processes of this user get the same folder, if the user can own a folder in the system's
+    temporary folder.
 
     Raises:
-        MotleyError: there is no temporary folder that can be written to.
+        MotleyError: this process can write to no temporary folder.
     """
     for place in _places():
         for folder in _candidates(place):
@@ -128,12 +129,12 @@ def cache_folder() -> Path:
 
 
 def is_lasting(folder: Path) -> bool:
-    """Return True if a later start finds this folder again."""
+    """Return True if a later process of this user gets the same cache folder."""
     return any(folder in _candidates(place) for place in _places())
 
 
 def cache_note() -> str:
-    """Return a sentence on why caches are not in the usual folder; empty if they are."""
+    """Return a sentence that explains why caches are not in the usual folder; empty if they are."""
     usual, taken = next(_candidates(Path(_temporary()))), cache_folder()
     if usual == taken:
         return ""
@@ -187,14 +188,14 @@ def _temporary() -> str:
 
 
 def _places() -> list[Path]:
-    """Return the folders in which the cache folder may be, the best one first."""
+    """Return the folders that may contain the cache folder, the best one first."""
     usual = Path(_temporary())
     fit = [Path(place) for place in (str(usual), *_OTHERS) if not _why_unfit(Path(place))]
     return [*dict.fromkeys(fit)] or [usual]
 
 
 def _why_unfit(place: Path) -> bool:
-    """Return True if a folder is missing, or if the system loads no compiled code from it."""
+    """Return True if a folder is missing, or the system refuses to load compiled code from it."""
     try:
         return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
     except OSError:
@@ -209,7 +210,7 @@ def _candidates(place: Path) -> Iterator[Path]:
 
 
 def _why_not_own(folder: Path) -> str | None:
-    """Return the reason why a folder is not this user's alone; None if it is."""
+    """Return the reason why a folder does not belong to this user alone; None if it does."""
     result = folder.lstat()
     if folder.is_symlink():
         return "it is a symbolic link"

@@ -1,6 +1,6 @@
 """Facts about this machine: CPU, memory, network interfaces and GPUs, read without torch.
 
-python -m motley.cluster.facts                  # this machine's, as one line of JSON
+python -m motley.cluster.facts                  # print this machine's facts as JSON
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine: its hardware and its addresses.
+    """The hardware and the addresses of one machine.
 
     Attributes:
         host: name of the machine.
@@ -55,7 +55,7 @@ class NodeFacts:
 
 
 def read_node() -> NodeFacts:
-    """Read all facts of this machine. Takes half a second if there is a GPU."""
+    """Read all facts of this machine. The call takes half a second on a machine with a GPU."""
     return NodeFacts(
         host=socket.gethostname(),
         cpu=cpu_name(),
@@ -76,7 +76,7 @@ def node_from_json(text: str) -> NodeFacts:
     """Return the facts in a line of :func:`node_to_json`.
 
     Raises:
-        ValueError, KeyError or TypeError: the text is no such line.
+        ValueError, KeyError or TypeError: :func:`node_to_json` has not made the text.
     """
     fields = json.loads(text)
     devices = []
@@ -102,7 +102,7 @@ def cpu_name() -> str:
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """Return the IPv4 addresses of the interfaces that are up."""
+    """Return the IPv4 addresses of all network interfaces that are up."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return tuple(
         Interface(name, entry.address, ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask}").prefixlen)
@@ -113,7 +113,7 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def main() -> None:
-    """Print this machine's facts."""
+    """Print the facts about this machine as one line of JSON."""
     print(node_to_json(read_node()))
 
 

@@ -2,9 +2,9 @@
 
 NVML serves NVIDIA's GPUs, and amdsmi (the Python package that comes with ROCm) serves AMD's.
 
-Return values of amdsmi are those of version 7.0 (amdsmi_interface.py): dictionaries, memory in MiB,
-power in watts, degrees Celsius, and "N/A" where a card has no answer. Not every card has every
-sensor, and an older amdsmi lacks functions: a missing value is None.
+The module expects the return values of amdsmi 7.0 (amdsmi_interface.py): dictionaries, memory in
+MiB, power in watts, degrees Celsius, and "N/A" for a value that a card lacks. Not every card has
+every sensor, and an older amdsmi lacks functions. A missing value is None.
 
 GPUtil provides the names of GPUs, because older logs have the names in GPUtil's form. GPUtil also
 replaces NVML where NVML does not answer. NVML reports load, memory, power and processes in a
@@ -37,7 +37,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One GPU.
+    """The properties and the present load of one GPU.
 
     Attributes:
         index: number of the GPU on its machine, in PCI order as nvidia-smi counts.
@@ -108,12 +108,12 @@ def others_among(
 
 
 def get_process_user(pid: int) -> str:
-    """Return the name of a process's owner; "?" if it is hidden."""
+    """Return the name of the user who owns a process; "?" if the owner is hidden."""
     return _user_name(_owner(pid))
 
 
 def _owner(pid: int) -> int | None:
-    """Return the user id of a process; None if it is hidden, as in another container."""
+    """Return the user id of a process; None if it is hidden, as for another container."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -172,7 +172,7 @@ class AmdSmi:
             self._smi = None
 
     def devices(self) -> tuple[DeviceFacts, ...]:
-        """Return all GPUs that answer."""
+        """Return the facts of all GPUs that answer."""
         result = [self._device(*each) for each in enumerate(self._handles())]
         return tuple(device for device in result if device is not None)
 
@@ -186,7 +186,7 @@ class AmdSmi:
         )  # fmt: skip
 
     def uuid_at(self, place: str) -> str | None:
-        """Return the UUID of the GPU at a place on the PCI bus; None if there is none."""
+        """Return the UUID of the GPU at a PCI address; None if no GPU is there."""
         for handle in self._handles():
             if str(self._ask("amdsmi_get_gpu_device_bdf", handle)).lower() == place:
                 uuid: str | None = self._ask("amdsmi_get_gpu_device_uuid", handle)
@@ -235,7 +235,10 @@ class AmdSmi:
         return None
 
     def _held(self, handle: Any) -> list[tuple[int, float | None]] | None:
-        """Return the pid and memory in MiB of each process; None where that is not reported."""
+        """Return the pid and memory in MiB of each process on a GPU.
+
+        None: amdsmi does not report the processes, or the memory of a process.
+        """
         listed = self._ask("amdsmi_get_gpu_process_list", handle)
         if listed is None or not all(isinstance(each, dict) for each in listed):
             return None  # before ROCm 6.1 amdsmi returned handles
@@ -243,7 +246,7 @@ class AmdSmi:
         return [(pid, None if size is None else size / MIB) for pid, size in held]
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return the result of a function of amdsmi; None if card, driver or package lacks it."""
+        """Call a function of amdsmi. Return None if the card, driver or package lacks it."""
         question = getattr(self._smi, name, None)
         with contextlib.suppress(self._smi.AmdSmiException):  # type: ignore[union-attr]
             return question and question(*arguments)
@@ -256,7 +259,7 @@ def _first(power: Any) -> float | None:
 
 
 def _number(answer: Any, name: str) -> float | None:
-    """Return one number of an answer; None if the answer has no number of this name."""
+    """Return a number from an answer of amdsmi; None if it has no number of this name."""
     value = answer.get(name) if isinstance(answer, dict) else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -272,8 +275,8 @@ _COLUMNS, _NAME_COLUMN = 12, 7  # columns of the table that GPUtil reads, and th
 class LimitedSmi(subprocess.Popen[bytes]):
     """The process of nvidia-smi that GPUtil starts, with a time limit.
 
-    After an OSError, GPUtil reports a machine without GPUs. Once nvidia-smi has hung, this process
-    does not start it again. If nvidia-smi fails, this process prints the error once.
+    GPUtil treats an OSError as a machine without GPUs. Once nvidia-smi has hung, this process does
+    not start it again. If nvidia-smi fails, this process prints the error once.
     """
 
     has_timed_out = False
@@ -289,7 +292,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
     ) -> tuple[bytes, bytes]:
         """Return the output; kill nvidia-smi and raise OSError if it does not end in time.
 
-        In a GPU's name, ", " becomes ",", because GPUtil splits lines at ", ".
+        In the output, a GPU's name has "," in place of ", ", because GPUtil splits lines at ", ".
         """
         try:
             output, errors = super().communicate(input, timeout or NVIDIA_SMI_LIMIT_S)
@@ -322,7 +325,7 @@ class LimitedSmi(subprocess.Popen[bytes]):
 
 
 def _join_name(line: bytes) -> bytes:
-    """Return a line of the table with as many columns as GPUtil expects."""
+    """Return a line of nvidia-smi's table with as many columns as GPUtil expects."""
     fields = line.split(b", ")
     end = len(fields) - _COLUMNS + _NAME_COLUMN + 1
     if end <= _NAME_COLUMN + 1:
@@ -341,7 +344,7 @@ def read_driver() -> str | None:
 
 
 def read_devices() -> tuple[DeviceFacts, ...]:
-    """Return the GPUs of this machine, with their load at this moment; () without GPUs.
+    """Return the GPUs of this machine, with their present load; () without GPUs.
 
     A call takes 40 to 225 ms if there is a driver, because GPUtil starts nvidia-smi. For repeated
     reads, keep a :class:`GpuSampler`.
@@ -351,12 +354,12 @@ def read_devices() -> tuple[DeviceFacts, ...]:
 
 
 class GpuSampler:
-    """A repeated reading of this machine's GPUs. NVML stays open between two readings.
+    """A reader that samples this machine's GPUs repeatedly. NVML stays open between samples.
 
     Args:
         gputil_every_s: seconds between two calls of GPUtil. If NVML answers, GPUtil only adds the
-            GPUs' names. If no GPU is known, the call looks for GPUs. If NVML does not answer but
-            GPUtil finds GPUs, GPUtil is called for every sample, whatever this value.
+            GPUs' names. If NVML does not answer, the call looks for GPUs. Once such a call finds
+            GPUs, GPUtil is called for every sample, whatever this value.
     """
 
     def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
@@ -434,7 +437,7 @@ def amd_uuid_at(place: str) -> str | None:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[bool]:
-    """Open NVML in the context; yield False if there is no driver."""
+    """Open NVML for the ``with`` block; yield False without a driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -447,7 +450,7 @@ def _nvml() -> Iterator[bool]:
 
 
 def _ask(question: Any, *arguments: Any) -> Any:
-    """Return the result of a function of NVML; None if this card or driver lacks the value."""
+    """Call a function of NVML. Return None if the card or the driver lacks the value."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -513,10 +516,10 @@ def _gputil_device(gpu: Any) -> DeviceFacts:
 
 
 def _text(word: str | bytes) -> str:
-    """Return a word as text, since older releases of NVML's Python package return bytes."""
+    """Return a value of NVML as a str, since older releases of its Python package return bytes."""
     return word.decode() if isinstance(word, bytes) else word
 
 
 def _known(value: float) -> float | None:
-    """Return None for NaN, GPUtil's value of a field that nvidia-smi does not support."""
+    """Return the value, or None for NaN, which GPUtil returns for an unsupported field."""
     return None if value != value else float(value)

@@ -4,7 +4,7 @@ The hostfile is ``hosts.txt``, a plain Open MPI hostfile.
 
 python -m motley.cluster.hostfile hosts.txt        # print the hosts, or the error in the file
 
-The allocation is read from the environment alone: in a container there is no ``scontrol``.
+The allocation is read from environment variables alone, since a container has no ``scontrol``.
 """
 
 import argparse
@@ -39,7 +39,7 @@ REMOVE_MARKS = r"sed -i '1s/^\xef\xbb\xbf//; s/\r$//'"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a hostfile.
+    """A machine that a hostfile lists.
 
     Attributes:
         name: host name or address, safe to pass to ssh.
@@ -80,7 +80,7 @@ def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
         source: name of the file in errors.
 
     Raises:
-        MotleyError: on the first bad line, a host named twice, or no host at all.
+        MotleyError: a line is wrong, a host is named twice, or no host is named.
     """
     hosts: dict[str, Host] = {}  # by name in lower case, as ssh compares names
     # Split at '\n' alone: splitlines() would also split at characters that ssh and
@@ -107,7 +107,8 @@ def parse_hosts(text: str, source: str = "hosts.txt") -> tuple[Host, ...]:
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
     """Return the hosts of a hostfile; see :func:`parse_hosts`.
 
-    If a Windows editor has left marks in the file, a note is printed on stderr.
+    If the file has carriage returns or a byte-order mark of a Windows editor, print a note on
+    stderr.
 
     Raises:
         MotleyError: the file cannot be read, or has an error.
@@ -135,7 +136,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def foreign_marks(text: str) -> str:
-    """Return the names of marks that a Windows editor has left in a text; empty if none."""
+    """Return a phrase that names the marks of a Windows editor in a text; empty without marks."""
     marks = (("a byte-order mark", text.startswith(_MARK)), ("Windows line ends", "\r\n" in text))
     return " and ".join(name for name, is_there in marks if is_there)
 
@@ -196,7 +197,7 @@ def expand_nodes(names: str) -> list[str]:
     """Return the nodes of a list in Slurm's notation, such as ``n[1-3,07],gpu-a[1-2]``, in order.
 
     Raises:
-        MotleyError: the text is no such list, or a name in it is no host name.
+        MotleyError: the text is not in Slurm's notation, or a name is no host name.
     """
     result: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", names):
@@ -254,10 +255,10 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def srun_words(mpi: str = "none") -> list[str]:
-    """Return the command-line words that start a rank in each task slot of an allocation.
+    """Return the words of an srun command that starts a rank in each task slot.
 
-    With "none" the ranks connect to each other without Slurm's help. Each rank then ends on its
-    own, with its own exit status.
+    With "none", the ranks connect to each other without Slurm's help. Slurm then does not end the
+    other ranks when one rank ends.
 
     Args:
         mpi: value of srun's option ``--mpi``.
@@ -266,7 +267,7 @@ def srun_words(mpi: str = "none") -> list[str]:
 
 
 def on_node(node: str) -> list[str]:
-    """Return the words that start a command on an allocated node, beside the running job."""
+    """Return the words of an srun command on an allocated node, beside the running job."""
     return [
         "srun", "--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1",
         "--ntasks-per-node=1", f"--nodelist={node}",
@@ -309,7 +310,7 @@ def partitions() -> list[Partition]:
     """Return the partitions of this machine's cluster.
 
     Raises:
-        MotleyError: there is no Slurm, or it does not answer.
+        MotleyError: this machine has no Slurm, or Slurm does not answer.
     """
     try:
         done = subprocess.run(

@@ -1,11 +1,11 @@
-"""The facts about this process that its launcher sets: its rank, and its cores.
+"""The rank and the CPU cores that a launcher gives to this process.
 
 The rank and the number of ranks are read from the variables that launchers set. A rank uses the
 cores of the memory (NUMA) node to which its GPU is attached.
 
 A core that accesses a GPU or memory through another processor's memory node is slower. On a machine
-with one node there is nothing to choose. Memory follows the cores: Linux allocates it on the node
-of the core that first writes to it.
+with one node, all cores are equal. Linux allocates memory on the node of the core that first writes
+to it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of this process, as the launcher's variables describe it.
+    """The start of this process, as the launcher's environment variables describe it.
 
     Attributes:
         by: the launcher.
@@ -65,7 +65,7 @@ class Launch:
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the launch that the launcher's variables describe.
 
-    MPI is not started, so that a script can print its help on one rank only.
+    The function does not start MPI. A script can thus print its help on one rank alone.
     """
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
@@ -132,7 +132,7 @@ def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
 
 
 def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
-    """Return the number of the memory node to which a PCI device is attached; None: unknown.
+    """Return the number of the memory node to which a PCI device is attached, or None.
 
     Args:
         bus_id: the device's address in the form of NVML, for example ``00000000:3B:00.0``.
@@ -167,8 +167,8 @@ def choose_node(
         has_gpu: True if the rank has a GPU.
         local_rank: number of the rank among the ranks of this machine.
         local_size: number of ranks on this machine.
-        allowed: cores that this process may use. If some cores of the machine are missing, the user
-            or the launcher has chosen them, and the result is None.
+        allowed: cores that this process may use. If these are not all cores of the machine, the
+            user or the launcher has chosen them, and the result is None.
     """
     everything = frozenset[int]().union(*(node.cores for node in nodes))
     if len(nodes) < 2 or frozenset(allowed) != everything:
@@ -188,7 +188,7 @@ def bind_process(cores: Collection[int]) -> None:
 
 
 def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
-    """Bind this process to all cores of its launcher, if Open MPI's default chose others.
+    """Bind this process to all cores of its launcher, if Open MPI has bound it by default.
 
     If there are one or two ranks, Open MPI binds each rank to one core. If there are more ranks,
     Open MPI binds each rank to one memory node. The configuration of Open MPI, or the user, may set
@@ -196,9 +196,8 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
     that core: ``taskset -c 16-31 mpirun`` starts a rank on core 0. On one core a rank shares its
     time with its own loader processes: an H100 then reached 0.65 to 0.73 of its unbound images/s.
 
-    A binding that the user requested stays if the request is visible on this host: a variable, or
-    an option of the launcher on this host. The cores of the launcher are those of its container or
-    job.
+    A binding that the user requested stays. The request is an environment variable, or an option of
+    the launcher on this host. The launcher has the cores of its container or job.
 
     Returns:
         True if the process may use other cores now.
@@ -214,7 +213,7 @@ def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def cores_per_rank(ranks: int) -> int:
-    """Return how many cores each of ``ranks`` ranks of this machine has for itself, at least 1.
+    """Return the number of cores for each rank if ``ranks`` ranks share this machine; at least 1.
 
     Ranks share the cores of their launcher. If the launcher has bound this process to a few cores,
     the result is at most the number of these cores.
@@ -229,7 +228,7 @@ def cores_per_rank(ranks: int) -> int:
 
 
 def few_cores_note(ranks: int) -> str:
-    """Return a warning if a binding leaves cores of this machine idle; else an empty string.
+    """Return a warning if the ranks' binding leaves cores of this machine idle; else "".
 
     Args:
         ranks: number of ranks of this machine.
@@ -281,7 +280,7 @@ def read_core_list(text: str) -> frozenset[int]:
     """Return the cores of a list as Linux writes it, such as ``0-15,64``.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: the text is no list of cores.
     """
     result: set[int] = set()
     for part in filter(None, text.strip().split(",")):

@@ -1,4 +1,4 @@
-"""A login on a host by ssh, and an sh script that runs under any login shell of the host.
+"""The settings of an ssh login, and the run of an sh script on a host with any login shell.
 
 A login is the address, user, port and host key with which ssh connects to the host.
 """
@@ -38,10 +38,10 @@ class HostKey:
 
 
 class UnknownHostKey(HostTrouble):
-    """An error: the host's key is in no known_hosts file.
+    """An error because no known_hosts file has the host's key.
 
     Attributes:
-        key: the key that the host presented: its type, base64 text and SHA256 fingerprint.
+        key: the key that the host presented.
     """
 
     def __init__(self, host: str, key: HostKey) -> None:
@@ -82,7 +82,8 @@ def read_login(host: str) -> Login:
     ssh itself is run, because only ssh interprets its configuration completely (Include, Match).
 
     Raises:
-        HostTrouble: ssh reports an error in its configuration, or connects through another host.
+        HostTrouble: ssh reports an error in its configuration, or would connect through another
+            host.
     """
     settings = _ask_ssh(host)
     for jump in ("proxyjump", "proxycommand"):
@@ -138,7 +139,7 @@ def _ask_ssh(host: str) -> dict[str, list[str]]:
 
 
 def is_here(host: str) -> bool:
-    """Return True if a name of hosts.txt is this machine's."""
+    """Return True if a host name of hosts.txt names this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
     try:
@@ -181,7 +182,7 @@ def open_socket(host: str, login: Login) -> socket.socket:
 
 
 def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
-    """Return the error that a host's key differs from the one in known_hosts.
+    """Return the error for a host whose key differs from its key in known_hosts.
 
     Args:
         host: name of the host.
@@ -201,12 +202,12 @@ def changed(host: str, login: Login, shown: str, held: str) -> HostTrouble:
 def refused(
     host: str, login: Login, by_password: bool, takes: Sequence[str] | None = None
 ) -> HostTrouble:
-    """Return the error that a host accepts neither this user's key nor password.
+    """Return the error for a host that refuses this user's key or password.
 
     Args:
         host: name of the host.
         login: the login.
-        by_password: True if a password was refused, False if a key was.
+        by_password: True if the host refused a password. False: the host refused a key.
         takes: login methods that the host offers; None: unknown.
     """
     if not by_password:
@@ -250,7 +251,7 @@ trap 'status=$?; trap "" TERM; kill -TERM 0; exit $status' EXIT
 
 
 class TooLong(Exception):  # noqa: N818 - not a fault of ours
-    """An error: a script did not end within its limit."""
+    """An error because a script did not end within its time limit."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Finished:
         output: text on stdout.
         errors: text on stderr.
         chatter: text that the login shell printed before the script; normally empty.
-        begun: True if the script started at all.
+        begun: True if the script started. False: the login shell failed before.
     """
 
     code: int
@@ -280,20 +281,20 @@ class Readable(Protocol):
 
 
 class Talk:
-    """A script that is run on a host, with its input, and its output as it arrives.
+    """A script that runs on a host, with its input and the output that has arrived.
 
-    The script first prints a mark. Output before the mark is that of the login shell.
+    The script first prints a mark. Output before the mark comes from the login shell.
 
     Args:
         script: the script.
         words: arguments of the script.
         payload: stdin of the script; None: empty.
-        on_line: called with each complete line of stdout.
+        on_line: function that is called with each complete line of stdout.
 
     Attributes:
         tied: True if stdin stays open while the script runs. All processes of the script then end
             when the script ends or when stdin closes.
-        sent: bytes that are to be written to stdin.
+        sent: bytes to write to stdin.
         errors: bytes received from stderr.
     """
 
@@ -403,7 +404,7 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
 
     Args:
         channel: the session, an object like paramiko's channel.
-        alive: returns True while the connection lives.
+        alive: function that returns True while the connection lives.
         talk: the script, its input and its output.
         limit: largest duration, in seconds.
 

@@ -48,7 +48,7 @@ def choose_networks(
     names: Mapping[int, str],
     environs: Mapping[int, Mapping[str, str]],
 ) -> dict[int, Network]:
-    """Return the first of :func:`list_networks`: the most probable one, for use without a trial."""
+    """Return the most probable network, the first of :func:`list_networks`, without a trial."""
     return list_networks(machines, names, environs)[0]
 
 
@@ -103,7 +103,7 @@ def _why_none(
     names: Mapping[int, str],
     candidates: Sequence[Interface],
 ) -> str:
-    """Return a sentence on why machines share no subnet, and the fix."""
+    """Return an error message that explains why machines share no subnet, with the fix."""
     own = {
         machine: {at for at in interfaces if not at.network.is_loopback}
         for machine, interfaces in machines.items()
@@ -142,10 +142,11 @@ def named_interfaces(
 ) -> dict[int, list[str]]:
     """Return the interfaces that the user names for gloo or NCCL on each machine.
 
-    NCCL also accepts the beginning of a name, and ``^`` before a name that it must not use.
+    A value for NCCL may also be the beginning of a name, or have ``^`` before a name that NCCL must
+    not use.
 
     Raises:
-        MotleyError: a machine has no interface of such a name.
+        MotleyError: a machine has no interface with the given name.
     """
     wanted: dict[int, list[str]] = {}
     for machine, interfaces in machines.items():
@@ -243,7 +244,7 @@ def _count(connection: socket.socket, token: str) -> None:
 
 
 def connect(address: str, port: int, token: str) -> socket.socket | str:
-    """Return a connection to a :class:`Receiver`, or the error in words."""
+    """Return a connection to a :class:`Receiver`, or a description of the error."""
     try:
         connection = socket.create_connection((address, port), CONNECT_S)
     except TimeoutError:
@@ -305,7 +306,7 @@ def _send(connection: socket.socket) -> Answer:
 
 
 def next_in_ring(machine: int, machines: Sequence[int]) -> int:
-    """Return the machine to which ``machine`` sends."""
+    """Return the machine to which ``machine`` sends in a ring."""
     return machines[(machines.index(machine) + 1) % len(machines)]
 
 

@@ -1,7 +1,7 @@
-"""The training processes of this user on this machine, and those that were left over.
+"""The training processes of this user on this machine, and their leftovers of ended jobs.
 
-python -m motley.cluster.orphans                     # all processes, as one line of JSON
-python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick
+python -m motley.cluster.orphans                     # print all processes as one line of JSON
+python -m motley.cluster.orphans --end 4711:88231    # end process 4711, if it started at tick 88231
 """
 
 import json
@@ -45,7 +45,7 @@ class TrainingProcess:
         kind: ``rank``, ``daemon`` or ``mpirun``.
         workers: pid and ticks of each data-loader process of a rank.
         gpu_mib: GPU memory of the process and its workers, MiB; None if no driver reports it.
-        head: host and pid of the mpirun that started the process, if they are known.
+        head: host and pid of the mpirun that started the process; None if unknown.
         launched: True if a launcher started the process.
         held: True if a launcher is among the living ancestors of the process.
         orphan: True if the parent of the process has ended.
@@ -86,7 +86,9 @@ class Survey:
 
 
 def state(process: TrainingProcess, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Return ``running``, ``leftover`` (the process that started it has ended) or ``unknown``.
+    """Return the state of a process: ``running``, ``leftover`` or ``unknown``.
+
+    A process is a leftover if the process that started it has ended.
 
     Args:
         process: the process.
@@ -152,10 +154,11 @@ def _own_processes() -> dict[int, dict[str, Any]]:
 
 
 def _line(each: Mapping[str, Any]) -> list[str] | None:
-    """Return the words of a rank's command line; None for another process.
+    """Return the words of a rank's command line; None for a process that is no rank.
 
-    A rank runs a script of this clone, started by entry_cn.sh, or the command ``motley``. Without a
-    clone, any script counts that this environment's Python runs.
+    A rank runs a script of this repository, started by entry_cn.sh, or the command ``motley``.
+    Without a clone of the repository, a rank is any script that the Python of this environment
+    runs.
     """
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
@@ -172,7 +175,7 @@ def _line(each: Mapping[str, Any]) -> list[str] | None:
 
 
 def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
-    """Yield the parent of a process, the parent's parent and so on, if they are this user's."""
+    """Yield the pids of a process's ancestors that belong to this user, the parent first."""
     while (pid := own[pid]["ppid"]) in own:
         yield pid
 

@@ -1,8 +1,8 @@
 """Processes of this machine.
 
-The module starts programs and waits for them, each with a time limit. The module also sets handlers
-of signals that end this process, and sends signals to other processes. A process is identified by
-its pid and start time, because pids are used again.
+The module runs other programs with a time limit. The module also sets handlers of signals that end
+this process, and sends signals to other processes. A process is identified by its pid and start
+time, because pids are used again.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from motley.errors import MotleyError
 
 
 class ChildTimeoutError(MotleyError):
-    """An error: a program did not end within its time limit."""
+    """An error because a program did not end within its time limit."""
 
 
 def run_child(
@@ -30,13 +30,13 @@ def run_child(
 
     Args:
         words: command line of the program.
-        limit_s: seconds that it may take.
-        fix: instruction to the user for the case that the program takes longer.
-        cwd: working directory; None: that of this process.
+        limit_s: seconds that the program may take.
+        fix: instruction to the user for the error message, if the program takes longer.
+        cwd: working directory of the program; None: the directory of this process.
 
     Raises:
-        ChildTimeoutError: the program takes longer, and is killed.
-        OSError: there is no such program.
+        ChildTimeoutError: the program took longer than ``limit_s``, and was killed.
+        OSError: the program does not exist.
     """
     command = [str(word) for word in words]
     job = subprocess.Popen(
@@ -72,7 +72,7 @@ def ignores_hangup() -> bool:
 
 
 def is_in_foreground() -> bool:
-    """Return True if a terminal's Ctrl-C reaches this process and all of its process group."""
+    """Return True if this process is in the foreground of a terminal, which Ctrl-C reaches."""
     try:
         with Path("/dev/tty").open() as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -113,7 +113,9 @@ def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
 
 
 def send(pid: int, start: int, number: int) -> bool:
-    """Send a signal to a process of this user, if the process handles it; return True if sent.
+    """Send a signal to a process of this user if the process has a handler for it.
+
+    Return True if the signal was sent.
 
     Args:
         pid: process id.

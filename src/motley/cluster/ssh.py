@@ -1,9 +1,9 @@
-"""Connections by ssh to one host, or to many at once; the only user of paramiko.
+"""Connections by ssh to one host, or to many at once. Only this module imports paramiko.
 
 A connection uses the settings that OpenSSH, and thus ``mpirun``, would use. These are the settings
 that ``ssh -G`` prints for the host (address, user, port, keys, files of host keys), and the agent.
-If a host's key is unknown or changed, nothing is sent to the host. Commands for this machine
-itself, however hosts.txt names it, run without ssh. On a node of this process's Slurm allocation,
+If a host's key is unknown or changed, nothing is sent to the host. Commands for this machine run
+without ssh, whatever name hosts.txt gives to it. On a node of this process's Slurm allocation,
 Slurm runs the command, also without ssh.
 """
 
@@ -81,7 +81,7 @@ class Remote:
         limit: float = 30,
         on_line: Callable[[str], None] | None = None,
     ) -> Finished:
-        """Run a POSIX sh script on the host, whatever its login shell is, and return the output.
+        """Run a POSIX sh script on the host, under any login shell, and return the output.
 
         Args:
             script: the script. Without a payload, its stdin is empty. All processes that the script
@@ -90,10 +90,10 @@ class Remote:
             payload: stdin of the script, or a file with the content of stdin. Secrets belong here,
                 because arguments appear in lists of processes.
             limit: largest duration in seconds.
-            on_line: called with each line of stdout as it arrives.
+            on_line: function that is called with each line of stdout as it arrives.
 
         Raises:
-            HostTrouble: the script took longer, or the connection broke.
+            HostTrouble: the script took longer than ``limit``, or the connection broke.
         """
         talk = Talk(script, words, payload, on_line)
         try:
@@ -157,9 +157,10 @@ def connect(
 
     Args:
         host: name of the host.
-        password: password with which to log in; no key is tried.
-        key: private key with which to log in; no other key is tried. Without password and key, all
-            keys are tried that ssh would try. On a node of the allocation, Slurm is used.
+        password: password with which to log in, without trying a key.
+        key: path of the private key with which to log in. Without password and key, all keys are
+            tried that ssh would try. On a node of this process's Slurm allocation, Slurm is used
+            instead.
         known: the host key to accept if no known_hosts file has one.
 
     Raises:
@@ -204,7 +205,7 @@ def connect(
 
 
 def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
-    """Return a client that connects only to the hosts of known_hosts, and to ``known``."""
+    """Return a client that accepts only host keys of the known_hosts files, and ``known``."""
     client = paramiko.SSHClient()
     for path in login.known_files:
         with contextlib.suppress(OSError):
@@ -268,7 +269,7 @@ def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
 
 @contextlib.contextmanager
 def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
-    """Raise paramiko's errors as HostTrouble, with the meaning for the user and the fix."""
+    """Convert paramiko's errors in the ``with`` block to HostTrouble, with cause and fix."""
     try:
         yield
     except paramiko.BadHostKeyException as error:
@@ -326,8 +327,8 @@ def run_on_all(
         limit: seconds after which a host without a result gets an error.
 
     Returns:
-        Each host's result, or the HostTrouble that it raised, in the hosts' order. Any other
-        exception of any host is raised here.
+        Each host's result, or the HostTrouble that ``work`` raised, in the hosts' order. This
+        function raises any other exception of ``work``.
     """
     results: dict[str, T | HostTrouble] = {}
     crashes: list[BaseException] = []
@@ -359,7 +360,7 @@ def run_on_all(
 
 
 def split(results: Mapping[str, T | HostTrouble]) -> tuple[dict[str, T], dict[str, HostTrouble]]:
-    """Return the values and the troubles in the result of :func:`run_on_all`, each by host."""
+    """Split the result of :func:`run_on_all` into two dictionaries by host: values and faults."""
     well = {host: each for host, each in results.items() if not isinstance(each, HostTrouble)}
     troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
     return well, troubles

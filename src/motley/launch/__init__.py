@@ -1,1 +1,1 @@
-"""The ranks of one launch: the number of this rank, the other ranks, and their common end."""
+"""The ranks of one launch: their numbers, the connections between them, and their end."""

@@ -3,14 +3,14 @@
 entry_cn.sh runs ``python -m motley.launch SCRIPT.py [ARGS...]``, and the command ``motley`` runs
 ``python -m motley.launch -m MODULE [ARGS...]``.
 
-mpi4py's runner runs the script, and ends all ranks when a rank raises an error. Python collects
-garbage whenever the number of objects has grown by a quarter. Importing torch and timm makes
-hundreds of thousands of objects, none of them garbage, and collecting took a fifth of a short run.
-Collection is therefore off until ``motley.launch.world.run``, which excludes these objects from it.
-These objects are not freed at the end.
+mpi4py's runner runs the script, and ends all ranks when a rank raises an error. Importing torch and
+timm makes hundreds of thousands of objects, none of them garbage. Python collects garbage whenever
+the number of objects has grown by a quarter, which took a fifth of a short run. Garbage collection
+is therefore off until ``motley.launch.world.run``, which excludes these objects from collection.
+The objects are not freed at the end.
 
-A rank leaves Open MPI's default binding before it imports anything that starts threads. OpenMP's
-pool then has as many threads as there are cores, and threads stay on the cores where they started.
+Open MPI binds a rank to few cores by default. The rank leaves this binding before it imports a
+library that starts threads. OpenMP's pool then has a thread for each core.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ def report_failed_import(
 ) -> None:
     """Print an uncaught exception. For a failed import, also print the host and a remedy.
 
-    An error that the user can correct is one line. The registry of datasets, tasks and other parts
-    raises such an error during an import if an added file has the wrong form.
+    An error that the user can correct is printed as one line. The registry of datasets, tasks and
+    other parts raises such an error during an import, if an added file has the wrong form.
     """
     from motley.errors import MotleyError
 
@@ -55,7 +55,7 @@ def report_failed_import(
 
 
 def shadowed_packages(folders: Iterable[str]) -> list[str]:
-    """Return the paths of packages in ``folders`` that the Python environment contains too."""
+    """Return the paths of packages in ``folders`` that the Python environment also contains."""
     own = Path(sysconfig.get_path("purelib")).resolve()
     result = []
     for folder in map(Path, folders):

@@ -1,8 +1,8 @@
-"""The environment of a rank. The command ``motley`` and entry_cn.sh set it up in the same way.
+"""The environment variables of a rank, for the command ``motley`` and for entry_cn.sh.
 
-Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One such
-file may be in the clone (without a clone: in the current folder), and another one in the user's
-home. ``DS_ENV_FILE`` gives another name, or the path of a file.
+Settings are NAME=VALUE lines of a file named .deepspeed_env, which DeepSpeed reads too. One of
+these files may be in the cloned repository, or in the current folder without a clone. Another file
+may be in the user's home. ``DS_ENV_FILE`` gives another name, or the path of a file.
 """
 
 import os
@@ -38,13 +38,14 @@ def start_rank(words: Sequence[str]) -> NoReturn:
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a rank, and print notes on variables that are left out.
+    """Return the environment variables of a rank, and print a note on each variable left out.
 
     Args:
         given: environment variables of this process. They override the variables in files.
 
     Raises:
-        MotleyError: the file of DS_ENV_FILE is missing, or a line of a file is no NAME=VALUE.
+        MotleyError: the file that DS_ENV_FILE names is missing, or a line has another form than
+            NAME=VALUE.
     """
     result = dict(given)
     for path in _settings_files(given):
@@ -90,9 +91,9 @@ def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Return the settings of a file of NAME=VALUE lines, blank lines and comments, by name.
+    """Return the settings in a file, by name. A line is NAME=VALUE, blank, or a comment.
 
-    The result is empty if there is no such file.
+    The result is empty if the file does not exist.
 
     Raises:
         MotleyError: a line has another form.

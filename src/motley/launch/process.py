@@ -1,4 +1,4 @@
-"""The setup of this process: its rank, a signal at its parent's death, caches, open files, exit."""
+"""Settings of this process: its rank, its parent's death, caches, open files, and its exit."""
 
 import atexit
 import contextlib
@@ -41,15 +41,15 @@ _FIRST_SAYS_S = 3.0  # seconds by which rank 0 may start later; mpirun ends all 
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank by the launcher's environment; 0 if there is no launcher."""
+    """Return this process's rank from the launcher's variables; 0 without a launcher."""
     return read_launch(environ).rank
 
 
 def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
     """Return the rank on this machine as the launcher numbers it.
 
-    The launcher's numbers need not be in order of rank. DeepSpeed refuses a LOCAL_RANK that is not
-    Open MPI's.
+    The launcher's local numbers may be in another order than the ranks. DeepSpeed refuses a
+    LOCAL_RANK that differs from Open MPI's.
 
     Args:
         found: position of this rank among the ranks of this machine, which is returned if the
@@ -61,7 +61,7 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent ends, however it ends.
+    """Ask the kernel to send this process a signal when its parent process ends.
 
     Args:
         number: number of the signal; 0: send no signal from now on.
@@ -70,10 +70,10 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def keep_freed_memory(size: int) -> None:
-    """Make malloc reuse up to ``size`` freed bytes, in place of new pages.
+    """Make malloc keep up to ``size`` freed bytes for reuse.
 
-    By default, malloc requests new pages for each large block, and the kernel zeroes them each
-    time.
+    By default, malloc requests new pages for each large block, and the kernel sets them to zero
+    each time.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_MAX, 0)
@@ -85,7 +85,7 @@ def allow_files(ranks: int, first: bool) -> None:
 
     Args:
         ranks: number of ranks of the job.
-        first: True on rank 0, to which every other rank has a connection.
+        first: True on rank 0, which has a connection to every other rank.
 
     Raises:
         MotleyError: the system's limit is too low for rank 0.
@@ -120,7 +120,7 @@ def keep_caches_local(environ: Any) -> None:
 
 
 def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders below :func:`cache_folder` where compilers keep their results.
+    """Return the folders below :func:`cache_folder` in which compilers store their results.
 
     Caches that the user has placed elsewhere are left out. The tuple is empty if the cache folder
     does not outlive this run.
@@ -133,11 +133,11 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def stop_usage(message: str) -> NoReturn:
-    """Print a usage error that all ranks have, on rank 0, and exit with status 2.
+    """Print an error in the command line on rank 0, and exit all ranks with status 2.
 
-    All ranks read one command line, so rank 0 prints the error for all ranks. The other ranks wait
-    for a short time, in which the launcher ends them. A rank that the launcher has not ended prints
-    its own error, such as a file that is missing on its host.
+    All ranks call this function, because all ranks read the same command line. Ranks other than 0
+    first wait a short time, in which the launcher ends them. A rank that the launcher has not ended
+    prints its own error, such as a file that is missing on its host.
     """
     rank, where = launched_rank(), ""
     if rank:
@@ -148,13 +148,13 @@ def stop_usage(message: str) -> NoReturn:
 
 
 def end_at_once(finalize: Callable[[], None]) -> NoReturn:
-    """End this process with status 0, without destroying its modules, as multiprocessing does.
+    """End this process with status 0, without destroying its modules.
 
-    Threads are joined, and atexit's functions called. Destroying the modules of torch and timm
-    would take more than a second of processor time.
+    Before the end, threads are joined and the functions of atexit are called. Destroying the
+    modules of torch and timm would take more than a second of processor time.
 
     Args:
-        finalize: called after atexit's functions.
+        finalize: function that is called after the functions of atexit.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

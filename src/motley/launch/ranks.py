@@ -1,7 +1,7 @@
-"""The processes of one launch, joined by MPI or by TCP.
+"""The processes of one launch, which communicate by MPI or by TCP.
 
-No other module uses MPI. Ranks under MPI are started by ``mpirun`` (Open MPI 4.1 or 5) or
-``srun --mpi=pmix``. TCP joins ranks that torchrun, or srun without PMIx, has started.
+Only this module uses MPI. Ranks use MPI if ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``
+has started them. Ranks use TCP if torchrun, or srun without PMIx, has started them.
 
 TCP ranks connect to rank 0, on the first node that the environment names, and exchange values
 through rank 0. Both ends of a connection prove that they know a secret of this user, by the
@@ -41,7 +41,7 @@ _SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 
 
 class Launched(Protocol):
-    """A protocol: the processes of one launch, seen from one of them; see :class:`MpiRanks`.
+    """A protocol: the processes of one launch, as one process sees them; see :class:`MpiRanks`.
 
     Attributes:
         rank: 0-based number of this process.
@@ -102,8 +102,8 @@ class MpiRanks:
 def _wait_for(look: Callable[[], Any]) -> Any:
     """Call ``look`` until it returns a true value, and return that value.
 
-    MPI's own waiting never sleeps. Such waiting would take processor time from other users, and
-    from the late ranks if ranks share a processor.
+    MPI itself waits without sleep. This would take processor time from other users, and from late
+    ranks that share the processor.
     """
     looks, pause_s = 0, _SHORTEST_S
     while not (result := look()):
@@ -117,7 +117,7 @@ def _wait_for(look: Callable[[], Any]) -> Any:
 
 
 def finalize_mpi() -> None:
-    """Call MPI_Finalize if this process has started MPI. All ranks do this together."""
+    """Call MPI_Finalize if this process has started MPI. All ranks call this function."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
@@ -213,10 +213,10 @@ class TcpRanks:
 
 
 def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str, int]:
-    """Return the job's name, rank 0's address, and the first of the ports on which it may listen.
+    """Return the job's name, the address of rank 0, and the first port that rank 0 tries.
 
     Raises:
-        MotleyError: the environment lacks the job, the address or the port.
+        MotleyError: the environment does not name the job, the address or the port.
     """
     try:
         if launch.by is Launcher.TORCHRUN:
@@ -243,7 +243,7 @@ def secret(environ: Mapping[str, str]) -> str:
     """Return a secret that only this user can read, from a variable or a file in the home.
 
     Raises:
-        MotleyError: the file is open to others, or cannot be made.
+        MotleyError: other users can read the file, or the file cannot be made.
     """
     if given := environ.get(SECRET_VARIABLE):
         return given
@@ -273,8 +273,8 @@ def _answer(ports: range, key: bytes, size: int, seconds: float) -> list[Connect
     """Accept the connections of all other ranks on rank 0, and return them by rank.
 
     Args:
-        ports: ports to listen on; the first free one is used.
-        key: shared key that a rank has to prove.
+        ports: ports to try; rank 0 listens on the first free port.
+        key: shared key that a connecting rank must prove to know.
         size: number of ranks.
         seconds: seconds to wait for all ranks.
 
@@ -331,7 +331,7 @@ def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> 
     Args:
         address: address of rank 0.
         ports: ports on which rank 0 may listen.
-        key: shared key to prove.
+        key: shared key that both ends must prove to know.
         rank: number of this rank.
         seconds: seconds to try.
 
@@ -363,7 +363,7 @@ def _call(address: str, ports: range, key: bytes, rank: int, seconds: float) -> 
 
 
 def _proven(line: socket.socket, key: bytes, first: bool) -> Connection:
-    """Return a connection after both ends have proved that they have the key.
+    """Return a connection after both ends have proved that they know the key.
 
     Args:
         line: the connected socket.
@@ -384,7 +384,7 @@ def _proven(line: socket.socket, key: bytes, first: bool) -> Connection:
 
 
 def _wait(connection: Connection, seconds: float | None) -> None:
-    """Set how long reads and writes of a connection may take, in seconds; None: no limit."""
+    """Set the time limit of reads and writes on a connection, in seconds; None: no limit."""
     whole = 0.0 if seconds is None else seconds
     with socket.socket(fileno=os.dup(connection.fileno())) as line:
         value = struct.pack("ll", int(whole), int(whole % 1 * 1e6))

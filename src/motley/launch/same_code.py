@@ -1,7 +1,7 @@
-"""A comparison of the code of all ranks.
+"""A check that all ranks run the same code.
 
-Hosts with homes of their own may hold an edited file, an older commit or another package. Without a
-comparison, such hosts would train another model without an error.
+Hosts with homes of their own may hold an edited file, an older commit or another package. Without
+the check, these hosts would train another model without an error.
 
 The comparison covers the files that change a rank's results, or its part in collectives. These are
 Motley's own files, the script, the modules and settings beside it, the files that its options name,
@@ -9,10 +9,10 @@ and the packages below. Python's version is compared too: from 3.12 on, Python s
 another way, so ranks would not compute the same plan. Builds of one release for another CUDA
 (``2.14.0+cu126``) count as equal, because old GPUs need them.
 
-A file or package that only some hosts have is not compared. If it is missing where it is needed,
-its import fails at once, and the error names it. If it is left over from an older commit, no module
-imports it. A registry is an exception: every file in such a folder is imported, and adds for
-example a dataset. If only some hosts have a file of a registry, the start fails.
+A file or package that only some hosts have is not compared. If a needed file is missing, its import
+fails at once, and the error names the file. If a file is left over from an older commit, no module
+imports it. A registry is an exception: all files in this kind of folder are imported, and each adds
+something, such as a dataset. If only some hosts have a file of a registry, the start fails.
 """
 
 import functools
@@ -50,12 +50,12 @@ def compare_code(
 ) -> None:
     """Raise MotleyError unless all ranks run equal code; all ranks call this function.
 
-    Ranks first exchange one hash each. More is sent only if the hashes differ, because large
+    Ranks first exchange one hash each. Ranks send more only if the hashes differ, because large
     packets may not pass between all hosts.
 
     Args:
         host: name of this machine.
-        allgather: gathers the value of every rank, by rank.
+        allgather: function that gathers a value from every rank, by rank.
         packages: packages that the script needs, besides those that all scripts need.
     """
     own = read_code(host, packages=packages)
@@ -70,11 +70,12 @@ def compare_code(
 def read_code(
     host: str, command: Sequence[str] | None = None, packages: Sequence[str] = ()
 ) -> Code:
-    """Return the versions and file hashes of the code that this process runs. Takes 20 ms.
+    """Return the versions and file hashes of the code that this process runs, in about 20 ms.
 
     Args:
         host: name of this machine.
-        command: path of the script and its command-line words; None: those of this process.
+        command: path of the script and its command-line words; None: the command line of this
+            process.
         packages: packages that the script needs, besides those that all scripts need.
 
     Raises:
@@ -151,7 +152,7 @@ def check_same(found: Sequence[Any]) -> None:
 
 
 def _fix(files: str) -> str:
-    """Return the command that makes the code of all hosts the same, in words for the user."""
+    """Return advice to the user: the command that makes the code of all hosts the same."""
     if not ROOT:
         return "install one version of motley-train on all hosts with pip"
     return f"copy {files} to all hosts with: bash setup/sync_cn.sh"
@@ -164,8 +165,8 @@ def _is_code(value: Any) -> bool:
 def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
     """Return the names whose values differ between ranks, each with the ranks that deviate.
 
-    The most frequent value counts as right. If two are equally frequent, rank 0's value does. Ranks
-    without a value are ignored.
+    The most frequent value counts as right. If two values are equally frequent, rank 0's value
+    counts as right. Ranks without a value are ignored.
 
     Args:
         columns: for each rank, its values by name, such as hashes by file.
@@ -181,7 +182,7 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _find_extra(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the files of registries that some ranks lack, each with the ranks that have it.
+    """Return the files of registries that some ranks lack, each with the ranks that have the file.
 
     A registry is a folder in which each file adds something by itself, such as a dataset.
     """
@@ -249,7 +250,7 @@ def _loaded(script: Path) -> Iterator[Path]:
 
 
 def _named(words: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that options name: modules, and values of options that end in "config"."""
+    """Yield the files that the command line names: modules, and values of options ``--*config``."""
     for before, word in pairwise(["", *words]):
         option, _, value = word.rpartition("=")
         path = Path(value)

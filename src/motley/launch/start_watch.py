@@ -1,14 +1,14 @@
 """The watch over the start of a job, and a clock that measures the parts of a start.
 
-A process beside each rank ends the rank if not all ranks start.
+A process beside each rank ends the rank if another rank does not start.
 
 A rank may be stopped, or its host frozen, before it has joined the other ranks. The launcher then
-waits for this rank without end. MPI waits too, and no Python thread runs while it waits. Each rank
+waits for this rank for ever. MPI waits too, and no Python thread runs while MPI waits. Each rank
 that is ready to join therefore starts a process that watches the time. The watching process sees
 the other ranks of its machine in /proc, and nothing of other machines. Processes that can name a
 late rank report first. On each machine, only the process of the lowest rank reports. If all ranks
-are stopped while they import, none of them is ready to report. Each rank therefore has another
-process that watches it until it is ready.
+are stopped during their imports, no rank has started this process yet. Each rank therefore has a
+second process, which watches the rank until it is ready to join.
 
     imports      the time from the start of the process, its environment included, until all ranks
                  have imported their modules and MPI has joined them
@@ -63,7 +63,7 @@ class StartClock:
 
     @classmethod
     def for_process(cls) -> "StartClock":
-        """Create the clock of a process that has done nothing but import its modules."""
+        """Create the clock of a process that has only imported its modules so far."""
         started_s = ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
         return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
@@ -78,7 +78,7 @@ class StartClock:
         return {part: round(seconds, 4) for part, seconds in self._parts.items()}
 
     def sentence(self) -> str:
-        """Return a sentence for the log. Parts of less than 0.05 s are left out."""
+        """Return a sentence for the log with the seconds of each part of at least 0.05 s."""
         parts = dict(self._parts)
         imports_s = parts.pop("imports", 0.0)
         text = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
@@ -96,9 +96,9 @@ _LOOK_S = 1.0
 
 
 class StartWatch:
-    """A rank's process that watches the start of the job, from the creation to :meth:`joined`.
+    """A process that watches the start of the job for one rank, until :meth:`joined` is called.
 
-    A job of one rank has no such process.
+    In a job of one rank, no process is started.
 
     Raises:
         MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
@@ -122,7 +122,7 @@ class StartWatch:
 
 
 def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
-    """Start a process that reports if this rank is stopped before it is ready to join.
+    """Start a process that reports this rank if it is stopped before it is ready to join.
 
     The process ends once this rank is ready.
 
@@ -140,7 +140,7 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
-    """Return the seconds in which all ranks should start; 0: no limit.
+    """Return the time limit for the start of all ranks, in seconds; 0: no limit.
 
     Raises:
         MotleyError: MOTLEY_START_TIMEOUT is no number of seconds.
@@ -160,12 +160,12 @@ def start_timeout(environ: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class Sibling:
-    """A rank of this machine, as /proc describes it.
+    """A rank of this machine, with its state in /proc.
 
     Attributes:
         rank: number of the rank.
         pid: process id of the rank.
-        stopped: True if a signal or a debugger has stopped it.
+        stopped: True if a signal or a debugger has stopped the rank.
         ready: True if the rank has started to join the other ranks.
     """
 
@@ -176,7 +176,7 @@ class Sibling:
 
 
 def siblings(pid: int) -> list[Sibling]:
-    """Return all ranks that the launcher of process ``pid`` has started here, by rank."""
+    """Return all ranks on this machine that the launcher of process ``pid`` has started."""
     launcher = _stat(pid)[1]
     result = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -218,21 +218,26 @@ def words(
         slow = not all(s.stopped for s in here if s.stopped or not s.ready)
         return begin + named + (f"; {longer}" if slow else "; start it again")
     if len(here) < local_size:
-        return f"{begin}{local_size - len(here)} of {local_size} on {host} are gone; see above why"
+        return (
+            f"{begin}{local_size - len(here)} of {local_size} on {host} have ended; the output "
+            "above shows why"
+        )
     if size == local_size:
-        return f"{begin}those of {host} wait for each other in MPI; see whether MPI works here"
+        return (
+            f"{begin}the ranks on {host} wait for each other in MPI; check that MPI works with: "
+            "bash setup/test_mpi.sh"
+        )
     others = sorted(set(range(size)) - {s.rank for s in here})
     shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
     where = f" ({', '.join(hosts)})" if hosts else ""
     return (
-        f"{begin}those of {host} have, so it is one of ranks {shown} on other hosts{where}, which "
-        "is frozen, off, cut off or slow; see which with: bash setup/test_cn_connection.sh, or "
-        + longer
+        f"{begin}all ranks on {host} have started, so the host of one of ranks {shown}{where} is "
+        "frozen, off, cut off or slow; find it with: bash setup/test_cn_connection.sh, or " + longer
     )
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state letter and the parent of a process, from /proc."""
+    """Return the state letter and the parent's pid of a process, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1])
 
@@ -255,7 +260,7 @@ def _main() -> None:
 
 
 def _is_stopped_early(pid: int, seconds: float) -> bool:
-    """Return True if the rank is stopped after ``seconds``, and no rank here is ready to report it.
+    """Return True if a rank is stopped after ``seconds``, and no rank here is ready to report it.
 
     Return False as soon as the rank is ready, or ends. A rank is not reported while mpirun is
     stopped too: then the user has stopped the job on purpose (Ctrl-Z).
@@ -271,7 +276,7 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """Return True if the rank has a watching process, started when the rank is ready to join."""
+    """Return True if a rank has a watching process, which it starts when it is ready to join."""
     with contextlib.suppress(psutil.Error):  # the process has just ended
         return any(map(_watches_start, psutil.Process(pid).children()))
     return False
@@ -285,12 +290,18 @@ def _watches_start(process: psutil.Process) -> bool:
 
 
 def _ends_within(seconds: float) -> bool:
-    """Return True if the watched rank ends in time, which closes this process's standard input."""
+    """Return True if the watched rank ends within ``seconds``.
+
+    The end of the rank closes the standard input of this process.
+    """
     return bool(select.select([0], [], [], seconds)[0])
 
 
 def _end(pid: int, seconds: float) -> None:
-    """Print the problem, and kill the ranks of this machine. The launcher then ends the job."""
+    """Print why the start takes too long, and kill the ranks of this machine.
+
+    The launcher then ends the job.
+    """
     here, launcher = siblings(pid), _stat(pid)[1]
     launch, hosts = read_launch(), [*find_sessions(launcher).values()]
     local = launch.local_size or len(here)

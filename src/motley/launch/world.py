@@ -1,8 +1,8 @@
-"""All launched ranks: their hosts, their addresses, and the variables of the process group.
+"""All launched ranks: their hosts, addresses, and environment variables for the process group.
 
 Every script of Motley starts through :func:`run`, and a user's own script through
-:func:`start_rank`. A thread of the lowest rank of each machine reports ranks of earlier jobs that
-still hold GPU memory of the machine. A launch does not wait for that thread.
+:func:`start_rank`. On each machine, a thread of the lowest rank reports ranks of earlier jobs that
+still hold GPU memory. A launch does not wait for this thread.
 """
 
 import atexit
@@ -48,7 +48,7 @@ from motley.text import typed_command
 
 
 def why_not_free(port: int) -> str:
-    """Return the reason why no process can listen on a port of this machine; empty if one can."""
+    """Return the reason why no process can listen on a port; empty if the port is free."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -60,7 +60,7 @@ def why_not_free(port: int) -> str:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Return a socket that reserves a free port: it is bound and never listens.
+    """Return a socket that reserves a free port. The socket is bound, but does not listen.
 
     The kernel gives the port to no other program. torch can still listen on the port, because torch
     sets SO_REUSEADDR.
@@ -117,7 +117,7 @@ class OneRank:
         return [value]
 
     def on_this_machine(self) -> list[int]:
-        """Return the only rank; see Launched."""
+        """Return a list with the number of the only rank; see Launched."""
         return [0]
 
 
@@ -138,8 +138,8 @@ def run(
 ) -> None:
     """Start this rank, run ``main(world)``, and end together with all other ranks.
 
-    If any rank raises, is killed or leaves early, all end with a non-zero status within
-    seconds and one line names the first cause.
+    If any rank raises an error, is killed or leaves early, all ranks end with a non-zero status
+    within seconds. One printed line names the first cause.
 
     Args:
         main: the script's function, called with the world of this rank.
@@ -159,7 +159,8 @@ def run(
 def start_rank(launched: Launched | None = None, packages: Sequence[str] = ()) -> "World":
     """Connect this rank to all others, and start its supervisor. All ranks call this function.
 
-    An error in the environment, which all ranks have, ends the process with status 2.
+    If the environment variables have an error, all ranks find the same error, and end with status
+    2.
 
     Args:
         launched: connected ranks that no launcher has started, as in tests; None: the ranks of the
@@ -193,14 +194,14 @@ def _end_with_thread(
     usual: Callable[[threading.ExceptHookArgs], object],
     ended: threading.ExceptHookArgs,
 ) -> None:
-    """End the job if a thread failed with a MotleyError. Any other error ends only the thread."""
+    """End the job if a thread has raised a MotleyError. Any other error ends only the thread."""
     if isinstance(ended.exc_value, MotleyError):
         supervisor.fail(ended.exc_value)
     usual(ended)
 
 
 class World:
-    """All launched ranks, seen from one of them.
+    """All launched ranks, as one rank sees them.
 
     Attributes:
         place: place of this rank among the surviving ranks. Records, messages and
@@ -280,7 +281,7 @@ class World:
         return self._launched.allgather(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0. All ranks return its result, or raise its error."""
+        """Call ``make`` on rank 0. All ranks return the result, or raise the error."""
         return self._from_some(make, self.rank == 0)[0]
 
     def once_per_node(self, work: Callable[[], T]) -> list[T]:
@@ -340,7 +341,7 @@ class World:
     def _try_networks(
         self, candidates: Sequence[Mapping[int, Network]], names: Mapping[int, str]
     ) -> int:
-        """Return the index of the candidate network that all machines use; all ranks call it."""
+        """Try the candidate networks. Return the index of the fastest one; all ranks call it."""
         machines, own = sorted(names), self.machines[self.rank]
         addresses = [each[own].address for each in candidates] if self.first_here else []
         with Receiver(addresses) as receiver:
@@ -357,7 +358,7 @@ class World:
         return chosen
 
     def among(self, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> "World":
-        """Return the world of some of these ranks, with new rank numbers.
+        """Return a World of some of the ranks, with new rank numbers.
 
         The new world does not use MPI, because MPI's collectives would include the other ranks.
 
@@ -376,13 +377,13 @@ class World:
         return world
 
     def without_lost(self, survivors: Survivors) -> "World":
-        """Return the world of the survivors; see :meth:`among`."""
+        """Return a World of the ranks that survived a loss; see :meth:`among`."""
         world = self.among(survivors.ranks, self.supervisor.gather)
         world.clock = StartClock()
         return world
 
     def has_fixed_master(self) -> bool:
-        """Return True if a user set MASTER_ADDR, the address of rank 0; all ranks call it."""
+        """Return True if the user has set MASTER_ADDR, the address of rank 0; all ranks call it."""
         return any(self.allgather("MASTER_ADDR" in {*os.environ} - self._written))
 
     def master(self) -> tuple[str, int]:
@@ -392,16 +393,16 @@ class World:
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 
-        RANK and WORLD_SIZE count the participants alone, which form the process group. An address,
-        port or interface that the user has set is used. A rank or size that the user has set is an
-        error if it contradicts the launcher. When the participants change, all ranks call this
-        method again, including those that leave.
+        RANK and WORLD_SIZE count only the participants, which form the process group. If the user
+        has set an address, port or interface, it is used. A rank or size that the user has set must
+        not contradict the launcher. When the participants change, all ranks call this method again,
+        including ranks that leave the group.
 
         Args:
             participants: the ranks that train, in order of their numbers in the group.
 
         Returns:
-            This rank's number in the group; None if it takes no part.
+            This rank's number in the group; None if this rank does not take part.
 
         Raises:
             MotleyError: a variable that the user set cannot be used.
@@ -477,7 +478,7 @@ def check_alone(size: int, environ: Mapping[str, str]) -> None:
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
-    """Write RANK and similar variables; raise MotleyError if one is set to another value."""
+    """Write RANK and similar variables. Raise MotleyError if one has another value already."""
     for name, value in own.items():
         result = environ.setdefault(name, str(value))
         if result != str(value):
@@ -488,9 +489,9 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
 
 
 def port_of_user(said: Sequence[str | None]) -> int | None:
-    """Return the MASTER_PORT that is set by the user on some ranks, or None.
+    """Return the MASTER_PORT that the user has set on some ranks; None if it is not set.
 
-    All ranks use this port.
+    All ranks then use this port.
 
     Args:
         said: value of MASTER_PORT on each rank, by rank; None: unset.

@@ -1,4 +1,4 @@
-"""The data that ranks exchange in one step of a user's own loop: gradients, and a few numbers."""
+"""The gradients and numbers that ranks exchange in one step of a user's own training loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RankNumbers:
         reached: number of the last step whose rows the rank's loader has requested.
         rows: number of rows that the rank computed in the step.
         loss: the rank's summand of the mean loss of the global batch.
-        finite: 1.0 if the summed gradients are finite, or if no loss scale is in use.
+        finite: 1.0 if the summed gradients are finite, or if no loss scale is in use; else 0.0.
         absent: number of parameters that have no gradient on the rank.
         is_late: 1.0 if a gradient changed after the rank had sent it. All ranks then repeat the
             sum.
@@ -71,7 +71,7 @@ class SumOutcome:
     Attributes:
         numbers: numbers that each rank has sent, in the order of ranks.
         loss: mean loss of the global batch.
-        overflow: True if the sum is not finite, so that no rank steps.
+        overflow: True if the sum is not finite. No rank's optimizer then steps.
         totals: total weight of all ranks' rows, for each backward call with ``weight=``.
     """
 
@@ -89,16 +89,17 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSum:
     """One optimizer, and the sum of its parameters' gradients over all ranks.
 
-    If pass number k completed the gradients in the previous step, pass number k of this step sends
-    them in buckets while it runs. If a further pass follows in this step, all ranks repeat the sum.
+    In the previous step, backward pass number k completed the gradients. In this step, backward
+    pass number k therefore sends the gradients in buckets while it runs. If this step has a further
+    backward pass, all ranks repeat the sum.
 
     Args:
         optimizer: the optimizer.
-        begin: function that starts to sum a bucket; see EarlySum.
+        begin: function that starts the sum of one bucket of gradients; see EarlySum.
 
     Attributes:
         summed: number of the last step whose gradients were summed; None before the first sum.
-        may_step: True if the optimizer may step with the sum.
+        may_step: True if the optimizer may step with the sum. False after an overflow.
         usual_call: number of the backward call that completed the gradients in the previous step,
             equal on all ranks. None: the number is not known, and the sum starts after the last
             backward pass.
@@ -120,11 +121,11 @@ class OptimizerSum:
         return list_parameters(self._optimizer)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters that are trained now."""
+        """Return the parameters that require gradients now."""
         return [each for each in self.all_parameters() if each.requires_grad]
 
     def list_rates(self) -> list[float]:
-        """Return the learning rate of each group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     @property
@@ -133,12 +134,12 @@ class OptimizerSum:
         return self._sum.has_begun
 
     def open(self) -> None:
-        """Send the gradients during the next backward pass. All ranks call it."""
+        """Prepare to send the gradients during the next backward pass. All ranks call it."""
         self._update()
         self._sum.open()
 
     def flush(self) -> None:
-        """Send the remaining gradients of the backward pass."""
+        """Send the gradients that the backward pass has not sent yet."""
         self._sum.flush()
 
     def mark_late(self) -> None:
@@ -146,18 +147,18 @@ class OptimizerSum:
         self._sum.is_late |= self._sum.has_begun
 
     def forget(self) -> None:
-        """Discard a sum that has begun. This rank keeps its own gradients."""
+        """Discard a sum that has begun. This rank keeps the gradients that it has computed."""
         self._sum.forget()
 
     def wait(self) -> tuple[list[int], list[Tensor]]:
         """Wait until the gradients are summed over all ranks. All ranks call it.
 
         Returns:
-            The indices in :attr:`summed_parameters` of the parameters that have no gradient on this
-            rank. Second value: the summed gradients.
+            Two lists. The first has the indices in :attr:`summed_parameters` of the parameters that
+            have no gradient on this rank. The second has the summed gradients.
 
         Raises:
-            MotleyError: the optimizer has other parameters than at ``lab.prepare``.
+            MotleyError: the optimizer's parameters have changed since ``lab.prepare``.
         """
         self._check_known()
         if self._sum.has_begun:
@@ -167,7 +168,7 @@ class OptimizerSum:
         return self._sum.wait(), self._sum.sums
 
     def _check_known(self) -> None:
-        """Raise MotleyError if the optimizer has other parameters than at ``lab.prepare``."""
+        """Raise MotleyError if the optimizer's parameters have changed since ``lab.prepare``."""
         if list(map(id, list_parameters(self._optimizer))) != self._known:
             raise MotleyError(
                 "the optimizer has other parameters than when lab.prepare() got it, and they may "
@@ -192,7 +193,7 @@ class OptimizerSum:
         return list(map(id, trained)) != list(map(id, self._trained))
 
     def _update(self) -> None:
-        """Make a new sum if other parameters than before require gradients."""
+        """Make a new sum if the set of parameters that require gradients has changed."""
         trained = self.parameters()
         if self._are_others(trained):
             self._sum.close()

@@ -30,9 +30,9 @@ def join(
     run: str | None = None,
     allow: Collection[str] = (),
 ) -> "Lab":
-    """Connect this script to all other ranks of its launch, and return the lab that they form.
+    """Connect this script to all other ranks of its launch, and return a Lab, their interface.
 
-    Call it once, before the process group and the model are made::
+    Call the function once, before the process group and the model are made::
 
         lab = motley.join()
         model, optimizer = lab.prepare(model, optimizer)

@@ -1,4 +1,4 @@
-"""The lab of a user's own training loop: all ranks, as :func:`motley.join` returns them."""
+"""The class of the object that :func:`motley.join` returns for a user's own training loop."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -49,10 +49,11 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Lab:
     """All ranks of the launch, for a training loop of the user's own.
 
-    :func:`motley.join` makes it.
+    :func:`motley.join` returns a Lab.
 
     Args:
-        loop: this rank's part in the loop; None: the process is alone, and nothing is divided.
+        loop: state of the training loop on this rank. None: this process trains alone, with all
+            rows.
         state: the models, optimizers and further objects whose state a checkpoint holds.
         folder: folder of all runs, and name of this run's folder. If the name is None, the folder
             is named by the time of the start.
@@ -111,7 +112,7 @@ class Lab:
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 alone, with the arguments of Python's ``print``."""
+        """Print on rank 0 alone. The arguments are those of Python's ``print``."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
@@ -141,7 +142,7 @@ class Lab:
         return result
 
     def plan(self) -> str:
-        """Return a text on the present shares of all ranks, with one line per rank."""
+        """Return a text that describes each rank's present share of a batch, one line per rank."""
         if self._loop is None:
             return "this process computes all rows"
         return self._loop.describe_plan(self._position.step)
@@ -153,7 +154,7 @@ class Lab:
 
         The objects stay the same, and are changed in place: models move to :attr:`device` and get
         the values of rank 0. ``step()`` of an optimizer or a scheduler acts once per global batch.
-        Checkpoints hold the state of all of them. All ranks call it.
+        Checkpoints hold the state of all these objects. All ranks call this method.
 
         Args:
             objects: modules, ``torch.optim`` optimizers and schedulers, ``torch.amp.GradScaler``,
@@ -237,11 +238,14 @@ class Lab:
         self._state.add(each)
 
     def _end_bare_step(self) -> None:
-        """Store the loss at the end of a step, in a process that is alone."""
+        """Store the loss at the end of a step, in a process that trains alone."""
         self._loss, self._ended_at = self._losses, self._position.step
 
     def _watch_updates(self, scaler: Any) -> None:
-        """End a step also if the scaler skips ``optimizer.step()``, in a process that is alone."""
+        """End a step even if the scaler skips ``optimizer.step()``.
+
+        A process that trains alone uses this method.
+        """
         usual = scaler.update
 
         def update(*args: Any, **options: Any) -> Any:
@@ -303,9 +307,10 @@ class Lab:
             self._state.add(each)
 
     def accelerate(self, accelerator: Any) -> Any:
-        """Let an ``accelerate.Accelerator`` train on all ranks, as on one machine; return it.
+        """Let an ``accelerate.Accelerator`` train on all ranks; return the Accelerator.
 
-        Call it before ``accelerator.prepare()``. See :mod:`motley.library.integrations.accelerate`.
+        Call this method before ``accelerator.prepare()``. See
+        :mod:`motley.library.integrations.accelerate`.
         """
         from motley.library.integrations.accelerate import connect_accelerator
 
@@ -314,9 +319,9 @@ class Lab:
     def loader(self, loader: "DataLoader[Any]", train: bool = True) -> LabLoader:
         """Return a loader that yields this rank's rows of each batch.
 
-        The batch size of ``loader`` is that of all ranks together. Its sampler decides the order,
-        and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All ranks
-        call this method.
+        The batch size of ``loader`` counts the rows of all ranks together. Its sampler decides the
+        order, and only rank 0 iterates over the sampler. No row is padded, dropped or repeated. All
+        ranks call this method.
 
         Args:
             loader: the loader of a script for one machine.
@@ -396,7 +401,7 @@ class Lab:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that the loader has yielded last on this rank.
+        """Number of this rank's rows in the batch that the loader has yielded last.
 
         0: the rank has no rows in this global batch. None: the process is alone, and has all rows.
         """
@@ -408,8 +413,8 @@ class Lab:
     def stepped(self) -> bool:
         """True if the last ``optimizer.step()`` has changed parameters.
 
-        A script can update its own average of the weights then:
-        ``if lab.stepped: ema.update(model)``.
+        A script that averages the weights updates its average after such a step: ``if lab.stepped:
+        ema.update(model)``.
         """
         return self._loop is None or self._loop.gate.stepped
 
@@ -569,7 +574,7 @@ class Lab:
         With ``strategy="fsdp"`` all ranks call it.
 
         Args:
-            best: True: write it to the folder ``best`` of the run too.
+            best: True: also write the checkpoint to the folder ``best`` of the run.
         """
         self._saver.save(best)
 
@@ -588,7 +593,7 @@ class Lab:
         return self._saver.save_best(metric, higher)
 
     def resume(self, path: str | Path = "auto") -> bool:
-        """Continue from a checkpoint, if there is one; all ranks call it before the first loop.
+        """Continue from a checkpoint if there is one; all ranks call this before the first loop.
 
         Call it after :meth:`prepare`, :meth:`register` and :meth:`loader`. :meth:`epochs` and the
         loader then continue with the batch that follows the last batch of the checkpoint. The
@@ -628,7 +633,7 @@ def _collect(value: Any, leaves: list[Any]) -> None:
 
 
 def _fill(value: Any, sums: Iterator[Tensor]) -> Any:
-    """Return a value of the same structure with the next sums in place of its numbers."""
+    """Return a copy of a nested value in which the next sums replace the numbers."""
     if isinstance(value, dict):
         return {key: _fill(each, sums) for key, each in value.items()}
     if isinstance(value, list | tuple):

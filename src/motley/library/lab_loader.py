@@ -63,7 +63,7 @@ class SeededRows(Dataset[Any]):
 
 
 class _KeyBatches:
-    """A batch sampler whose batches are set before each pass."""
+    """A batch sampler whose batches are set before each pass over the data."""
 
     def __init__(self) -> None:
         self.batches: Iterator[list[Key]] = iter(())
@@ -73,7 +73,7 @@ class _KeyBatches:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise MotleyError if a loader's samples cannot be divided among ranks."""
+    """Raise MotleyError if the rows of a user's DataLoader cannot be divided among ranks."""
     if not isinstance(loader, DataLoader):
         raise MotleyError(
             f"lab.loader() was given a {type(loader).__name__}, and needs a "
@@ -222,7 +222,7 @@ class PieceReader:
             yield waiting.popleft(), rows
 
     def keys(self, indices: Sequence[Any], epoch: int) -> list[Key]:
-        """Return the keys of rows in an epoch."""
+        """Return the keys of rows for :class:`SeededRows`, which depend on the epoch."""
         return make_keys(indices, make_seed(self._seed, epoch))
 
     def read_rows(self, indices: Sequence[Any], epoch: int) -> Any:
@@ -263,8 +263,8 @@ class LabLoader:
     ``len()`` is the number of global batches of an epoch.
 
     Args:
-        loop: this rank's part in the loop; None: the process is alone.
-        position: the position of the loop.
+        loop: state of the training loop on this rank. None: this process trains alone.
+        position: the epoch, step and batch at which the loop is.
         source: the user's loader.
         train: True for training data.
         start_pass: function that is called before the first step of a pass over training data,

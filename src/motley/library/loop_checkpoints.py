@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own loop: when they are written, and how the loop continues from one."""
+"""Checkpoints of a user's own loop: their schedule, their contents, and the resumption."""
 
 import atexit
 import math
@@ -57,7 +57,7 @@ class LoopCheckpoints:
         Args:
             progress: entries that every checkpoint has; see motley.checkpoint.store.
             position: position of the loop, as nested tensors and numbers.
-            best: True: write the checkpoint to the folder ``best`` too.
+            best: True: also write the checkpoint to the folder ``best``.
             keep: function that copies a tensor.
         """
         content, tensors = self._state.take(keep)
@@ -119,7 +119,7 @@ def cuda_state() -> list[Tensor]:
 
 
 def read_interval(text: str | None) -> float | None:
-    """Return the seconds of a text such as 10m; None: the text is empty, or counts steps."""
+    """Return the seconds of a text such as 10m; None for an empty text or a number of steps."""
     every = steps_or_time(text) if text else None
     return every.seconds if isinstance(every, Duration) else None
 
@@ -128,7 +128,7 @@ class LoopSaver:
     """The writer and reader of the checkpoints of a user's own loop, on one rank.
 
     Args:
-        loop: this rank's part in the loop; None: the process is alone.
+        loop: state of the training loop on this rank. None: this process trains alone.
         state: the objects of the loop whose state a checkpoint holds.
         position: the position of the loop.
         folder: folder of all runs, and name of this run's folder. If the name is None, the folder
@@ -179,7 +179,7 @@ class LoopSaver:
         """Write a checkpoint. One rank calls it.
 
         Args:
-            best: True: write the checkpoint to the folder ``best`` of the run too.
+            best: True: also write the checkpoint to the folder ``best`` of the run.
             repeated: number of global batches that a continued run computes again.
             keep: function that copies a tensor.
         """
@@ -201,7 +201,7 @@ class LoopSaver:
         checkpoints.save(progress, where, best, keep)
 
     def _rescue(self) -> str:
-        """Save the state of the last finished step, when the loss of a rank ends the job.
+        """Save the state of the last finished step, because a rank was lost and the job ends.
 
         The thread that watches the ranks calls it on rank 0. If rank 0 is lost, a rank that shares
         the disk of rank 0 calls it. The training thread is blocked in a collective meanwhile.
@@ -226,7 +226,7 @@ class LoopSaver:
         return self._every_s is not None and time.monotonic() > self._saved + self._every_s
 
     def _save_if_asked(self) -> None:
-        """Save a checkpoint if rank 0 requested one in its numbers of the last step."""
+        """Save a checkpoint if rank 0 requested one when the ranks summed the last gradients."""
         if self._loop is not None and self._loop.gate.numbers[0].saves:
             self.save()
 
@@ -316,7 +316,7 @@ class LoopSaver:
         return content, spread(tensors, self._device), notes
 
     def restore_random_state(self) -> None:
-        """Restore the global generators of a process that is alone, after a resume."""
+        """Restore the global random generators after a resume, in a process that trains alone."""
         if self._random is None:
             return
         state, cuda = self._random

@@ -84,9 +84,9 @@ class LoopRecords:
 
     @property
     def run(self) -> Run:
-        """The run that :meth:`resume` has found, or else a new run.
+        """The run that :meth:`resume` continues, or else a new run.
 
-        The first access is a collective that all ranks take part in.
+        The first access is a collective, so that all ranks read this attribute at the same point.
         """
         if self._run is None:
             self._world.from_first(self._check_new)
@@ -150,7 +150,7 @@ class LoopRecords:
         self._record(step)
 
     def _record(self, step: int) -> None:
-        """Write run.json, and open the records of the steps that follow; all ranks call it."""
+        """Write run.json, and open the files that record the next steps; all ranks call it."""
         run, group, total = self.run, self._group, self._content["last_step"]
         run.start(self._content, step)
         self._open = ExitStack()
@@ -168,7 +168,7 @@ class LoopRecords:
     def continue_with(
         self, world: World, group: ProcessGroup, plan: Plan, step: int, lost: str
     ) -> None:
-        """Continue with the survivors of a lost rank; all of them call it.
+        """Continue without a lost rank; all surviving ranks call it.
 
         Args:
             world: the survivors.
@@ -251,8 +251,8 @@ def _describe(plan: Plan, tables: Sequence[SpeedTable], wire_s: float = 0.0) -> 
 
     Args:
         plan: the shares.
-        tables: speed of each rank; empty: not measured yet.
-        wire_s: seconds that a step takes to send gradients.
+        tables: speed of each rank; empty if no speed is measured yet.
+        wire_s: seconds of a step in which the ranks exchange gradients.
     """
     expected = None
     if tables:

@@ -1,10 +1,10 @@
 """The shares of all ranks in each global batch of a user's own loop.
 
-Nothing is measured before training. In the first steps all ranks have equal shares, and the seconds
-per row of each rank are measured. In the next steps the shares are proportional to these speeds,
-and the seconds that do not depend on the number of rows are measured. In all later steps, the same
-monitor as in ``motley train`` proposes new shares if speeds change. Each host stores the speeds of
-its ranks for the next run of the script.
+Nothing is measured before training. In the first steps all ranks have equal shares, and each rank
+measures its seconds per row. In the next steps the shares are proportional to these speeds, and
+each rank measures the seconds that do not depend on its number of rows. In all later steps, the
+monitor of ``motley train`` proposes new shares if speeds change. Each host stores the speeds of its
+ranks for the next run of the script.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _UNLIKE = 0.2  # least relative difference of two numbers of rows that shows the
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's rows of a global batch, or a part of these rows.
+    """The rows that a rank computes at once: its rows of a global batch, or a part of these rows.
 
     Attributes:
         step: number of the global batch since the start of training.
@@ -71,11 +71,12 @@ class Piece:
 
 
 class ShareSchedule:
-    """The relative number of rows of each rank, by step. All ranks hold the same schedule.
+    """The relative number of rows of each rank in each step. All ranks hold the same schedule.
 
     Args:
         shares: relative number of rows of each rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
         group: number of consecutive rows that stay together in a piece.
         equal_pieces: True if all ranks have the same number of pieces. Some pieces are then empty.
 
@@ -95,7 +96,7 @@ class ShareSchedule:
 
     @property
     def most_rows(self) -> int | None:
-        """Largest number of rows that this rank computes at once; None: no limit."""
+        """Largest number of rows that this rank may compute at once; None: no limit."""
         return self._micro_batch
 
     def limit(self, rows: int) -> None:
@@ -197,10 +198,12 @@ class ShareFollower:
 
     Args:
         devices: device of each rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
-        tables: speed of each rank, measured in an earlier run of the script; empty if there is no
-            such run.
-        group: number of consecutive rows that stay together in a piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
+        tables: speed of each rank, measured in an earlier run of the script; empty without an
+            earlier run.
+        group: number of consecutive rows that one rank computes at once, because a batch norm takes
+            its statistics over them.
 
     Attributes:
         tables: speed of each rank; empty until the first steps are measured.
@@ -222,7 +225,7 @@ class ShareFollower:
         self._quiet_until = 0  # step until which old shares are in use
 
     def keep_ranks(self, ranks: Sequence[int]) -> "ShareFollower":
-        """Return a follower of the given ranks alone, with the speeds of these ranks."""
+        """Return a ShareFollower for the given ranks alone, with the speeds of these ranks."""
         tables = [self.tables[rank] for rank in ranks] if self.tables else ()
         devices = [self._devices[rank] for rank in ranks]
         return ShareFollower(devices, self._micro_batch, tables, self._group)
@@ -258,15 +261,16 @@ class ShareFollower:
         return self._measure(counts) if len(self._times) == _MEASURED else None
 
     def change(self, step: int) -> None:
-        """Ignore the times of steps before ``step``, the first step with the new shares."""
+        """Ignore the times of steps before ``step``, which is the first step with new shares."""
         self._quiet_until = step
         if self._monitor is not None:
             self._monitor.reset()
 
     def _measure(self, counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return better row counts by the measured steps, or None if the gain is too small.
+        """Return faster row counts from the measured steps; None if the gain is too small.
 
-        The last measurement also starts the monitor, which watches all later steps.
+        After the last measurement, this method also starts the monitor, which watches all later
+        steps.
         """
         points = [
             RankTime(each[0].rows, median(time.own_s for time in each))
@@ -291,8 +295,8 @@ class ShareFollower:
 def make_table(points: Sequence[RankTime], micro_batch: int, group: int = 1) -> SpeedTable:
     """Return the speeds of one rank.
 
-    The time of a piece is modelled as a + b * rows. With one measurement, or with two of similar
-    numbers of rows, a is 0.
+    The time of ``rows`` rows that are computed at once is modelled as a + b * rows. With one
+    measurement, or with two measurements of similar numbers of rows, a is 0.
 
     Args:
         points: one or two measurements of the rank, with different numbers of rows.
@@ -317,9 +321,11 @@ class SpeedMemory:
     """The file that stores this rank's speed for the next run of the script.
 
     Args:
-        worker: this rank.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
-        group: number of consecutive rows that stay together in a piece.
+        worker: description of this rank.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
+        group: number of consecutive rows that one rank computes at once, because a batch norm takes
+            its statistics over them.
         numbers: number of elements in the parameters and buffers of all models.
     """
 

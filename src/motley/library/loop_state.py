@@ -58,7 +58,7 @@ class LoopState:
             chosen.append(owner)
 
     def has(self, owner: Any) -> bool:
-        """Return True if an object was added."""
+        """Return True if :meth:`add` was called with this object."""
         return any(each is owner for each in (*self.models, *self.optimizers, *self._others))
 
     def take(self, keep: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -165,7 +165,7 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that :func:`take_apart` has taken apart."""
+    """Return a state, given the JSON and the tensors that :func:`take_apart` has made of it."""
     if not isinstance(content, dict):
         return content
     ((kind, value),) = content.items()
@@ -220,7 +220,7 @@ class LoopPosition:
         return self.batch
 
     def end_pass(self) -> None:
-        """End the pass. The next pass starts with its first batch."""
+        """End the pass over the training data. The next pass starts with its first batch."""
         self.in_pass, self.is_done, self.batch = False, True, 0
 
     def mark_rows(self) -> None:

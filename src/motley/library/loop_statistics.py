@@ -1,4 +1,4 @@
-"""The batch norms of a user's own loop, whose statistics are taken over groups of rows."""
+"""The batch norms of a user's own loop, which compute their statistics over groups of rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class _Passes:
     """The forward passes of one model in a step.
 
     Attributes:
-        statistics: statistics of its batch norms.
+        statistics: statistics of the model's batch norms.
         ran: True if the model ran a training pass since its running statistics were last updated.
     """
 
@@ -26,9 +26,9 @@ class _Passes:
 class LoopStatistics:
     """The statistics of all batch norms of a user's models, exact for any shares.
 
-    A group is ``group`` consecutive rows of a global batch. Each piece of a rank consists of whole
-    groups. Each global batch updates the running statistics on every rank, for the rank's own rows.
-    The ranks add these parts up whenever they sum gradients.
+    A group is ``group`` consecutive rows of a global batch. A rank computes whole groups at once.
+    Each global batch updates the running statistics on every rank, for the rank's own rows. The
+    ranks add these parts up whenever they sum gradients.
 
     Args:
         group: number of rows in a group; None: batch norms stay as they are.
@@ -40,7 +40,7 @@ class LoopStatistics:
         self._piece: Piece | None = None
 
     def add(self, model: nn.Module) -> None:
-        """Let the batch norms of a model, if there are any, take their statistics over groups.
+        """Let the batch norms of a model compute their statistics over groups of rows.
 
         Raises:
             MotleyError: a batch norm's class has no variant with groups.
@@ -49,14 +49,14 @@ class LoopStatistics:
             self._models[model] = _Passes(GroupStatistics(model, self._group))
 
     def begin(self, piece: Piece) -> None:
-        """Add the statistics of the previous rows, and start the passes over the next rows."""
+        """Store the statistics of the previous rows, and start forward passes over new rows."""
         self._flush()
         self._piece = piece
         for each in self._models.values():
             each.statistics.begin_pass(piece.rows or 1)  # an idle rank computes one row
 
     def _flush(self) -> None:
-        """Add the statistics of all passes over the present rows so far."""
+        """Store the statistics of all forward passes since :meth:`begin` was called."""
         piece = self._piece
         if piece is None:
             return
@@ -68,21 +68,24 @@ class LoopStatistics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore calls of layers in the context, because a backward pass may recompute layers."""
+        """Ignore calls of layers in the ``with`` block.
+
+        A backward pass may call layers again, to recompute their outputs.
+        """
         with contextlib.ExitStack() as stack:
             for each in self._models.values():
                 stack.enter_context(each.statistics.paused())
             yield
 
     def end_batch(self) -> None:
-        """Update the running statistics with this rank's passes of a global batch."""
+        """Update the running statistics with this rank's forward passes over a global batch."""
         self._flush()
         for each in self._models.values():
             each.statistics.end_step(each.ran)
             each.ran = False
 
     def unite(self) -> None:
-        """Update the running statistics with the passes of all ranks so far; all ranks call it."""
+        """Update the running statistics with the forward passes of all ranks; all ranks call it."""
         piece = self._piece
         self.end_batch()
         for each in self._models.values():
@@ -91,7 +94,7 @@ class LoopStatistics:
             self.begin(piece)
 
     def drop(self) -> None:
-        """Discard all passes since :meth:`unite`, because they will be computed again."""
+        """Discard the statistics since :meth:`unite`. The ranks compute those passes again."""
         piece, self._piece = self._piece, None
         for each in self._models.values():
             each.statistics.end_pass()

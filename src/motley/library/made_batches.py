@@ -1,4 +1,4 @@
-"""A data set of batches that a user's function makes, whose rows are divided among the ranks.
+"""A data set of batches that a user's function makes. The ranks divide the rows of each batch.
 
 Scripts without a DataLoader have a function such as ``get_batch()``, which draws rows at random or
 cuts them out of tensors in memory. Every rank calls the function for the whole global batch, and
@@ -126,7 +126,7 @@ def _count_rows(batch: Any) -> int:
 
 
 def _cut(value: Any, rows: slice | list[int]) -> Any:
-    """Return a batch of the same structure with some of its rows."""
+    """Return some rows of a batch, in the structure of the batch."""
     if isinstance(value, Tensor | np.ndarray):
         return value[rows] if value.ndim else value
     if isinstance(value, Mapping):

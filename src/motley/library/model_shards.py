@@ -44,7 +44,7 @@ class ShardedSum(OptimizerSum):
 
     Args:
         optimizer: the optimizer of sharded parameters.
-        used: DTensors with a gradient from this rank's rows in the present step.
+        used: DTensors that have a gradient from this rank's rows in the present step.
     """
 
     def __init__(self, optimizer: Optimizer, used: Set[Tensor]) -> None:
@@ -89,7 +89,7 @@ def _send_nothing(bucket: Any) -> Any:
 
 
 class ModelShards:
-    """All models of a loop. Each rank holds a shard of every parameter.
+    """All models of a training loop, sharded: each rank holds a shard of every parameter.
 
     Args:
         device: device of this rank.
@@ -215,12 +215,16 @@ class ModelShards:
         return self._sums[optimizer]
 
     def find_whole(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the DTensor of each parameter, which the user got before or after sharding."""
+        """Return the DTensor of each given parameter.
+
+        A parameter may be a tensor of the unsharded model, this rank's shard of a tensor, or a
+        DTensor.
+        """
         known = {id(own): whole for own, whole in self._pairs()}
         return [known.get(id(each), self._replaced.get(each, each)) for each in parameters]
 
     def find_own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's shards of those given DTensors that an optimizer updates."""
+        """Return this rank's shard of each given DTensor. Skip DTensors without an optimizer."""
         known = {id(whole): own for own, whole in self._pairs()}
         return [known[id(each)] for each in parameters if id(each) in known]
 
@@ -231,7 +235,7 @@ class ModelShards:
     # -- passes
 
     def begin_piece(self, is_empty: bool) -> None:
-        """Start the passes over a part of this rank's rows of a global batch.
+        """Start the forward and backward passes over a part of this rank's rows of a global batch.
 
         Args:
             is_empty: True if the rank has no rows. The rank's gradients are then zero.
@@ -243,11 +247,11 @@ class ModelShards:
             self._silence.enter_context(silenced(model, is_empty))
 
     def check_blocks(self) -> None:
-        """Check that the passes have called either all blocks of a model or none.
+        """Check that the forward passes have called either all blocks of a model or none.
 
         Raises:
-            MotleyError: a pass left out a block. Other ranks may then wait for this rank in a
-                gather.
+            MotleyError: a forward pass left out a block. Other ranks may then wait for this rank
+                while they gather the block's parameters.
         """
         for calls in self._models.values():
             left_out = calls.list_left_out()
@@ -258,7 +262,7 @@ class ModelShards:
                 )
 
     def show_gradients(self) -> None:
-        """Set ``grad`` of this rank's shards, for all optimizers.
+        """Set the attribute ``grad`` of this rank's shards, for all optimizers.
 
         The gradients may still be multiplied by the loss scale.
         """
@@ -266,7 +270,7 @@ class ModelShards:
             each.shards.with_gradients()
 
     def end_step(self) -> None:
-        """End the passes of a step."""
+        """End the forward and backward passes of a step."""
         self._silence.close()
         self._last, self._spans = self._spans, []
         self._used.clear()
@@ -299,14 +303,17 @@ class ModelShards:
 
     @contextlib.contextmanager
     def put_together(self) -> Iterator[None]:
-        """Give all optimizers DTensors within the context, so that their state can be saved."""
+        """Give all optimizers DTensors in the ``with`` block, so that their state can be saved."""
         with contextlib.ExitStack() as stack:
             for each in self._sums.values():
                 stack.enter_context(each.shards.put_together())
             yield
 
     def share(self, owner: Any, state: Any) -> Any:
-        """Return the state of a model or an optimizer, with tensors cut to this rank's shards."""
+        """Return a state in which each tensor is cut to this rank's shard.
+
+        The state belongs to a model or an optimizer.
+        """
         if isinstance(owner, nn.Module):
             tensors = dict(owner.state_dict(keep_vars=True))
             return {name: _share(value, tensors.get(name)) for name, value in state.items()}
@@ -326,7 +333,7 @@ class ModelShards:
 
 
 def discard(value: Tensor) -> Tensor:
-    """Take part in gathering a tensor that only another rank needs; return an empty tensor."""
+    """Take part in a gather whose result only another rank needs; return an empty tensor."""
     if isinstance(value, DTensor):
         value.full_tensor()
     return torch.empty(0)
@@ -349,7 +356,7 @@ def _share(value: Any, own: Any) -> Any:
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if an optimizer steps each element of a tensor independently of all others.
 
-    The function finds out by a trial of a second optimizer of the same class.
+    The function tests a second optimizer of the same class on a small tensor.
 
     Raises:
         MotleyError: a second optimizer of the class cannot be made.

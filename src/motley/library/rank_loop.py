@@ -1,4 +1,4 @@
-"""One rank's part in a user's own loop on several ranks: shares, steps and records."""
+"""The state of a user's own loop on one of several ranks: shares, steps and records."""
 
 import contextlib
 import sys
@@ -43,12 +43,13 @@ _LOOK_S = 0.02  # seconds between two checks
 
 
 class RankLoop:
-    """The state of a loop that several ranks share.
+    """The state of a training loop on one of several ranks.
 
     Args:
         session: connection to the other ranks.
         shares: the user's relative number of rows per rank; None: choose them by speed.
-        micro_batch: largest number of rows in a piece; None: all rows of a rank are one piece.
+        micro_batch: largest number of rows that a rank computes at once, as one piece. None: a rank
+            computes all its rows of a global batch at once.
         bn_group: number of rows over which batch norms take their statistics. None: batch norms
             stay as they are.
         wire: name of a wire mode.
@@ -67,7 +68,7 @@ class RankLoop:
         records: the writer of the run's records.
         state: the objects of the loop whose state a checkpoint holds.
         shards: the models if they are sharded over the ranks; None: each rank has whole models.
-        changed: True if a rank was lost since the loader was last asked for rows.
+        changed: True if a rank was lost after the script last requested rows from the loader.
         pause: function that saves a checkpoint before the job pauses, and returns a message that
             names the checkpoint's step.
         after_step: function that is called after each step.
@@ -78,7 +79,7 @@ class RankLoop:
         is_evaluating: True from a pass over held-out data to the next training step.
         piece: this rank's present part of a global batch; None outside of a loop over training
             data.
-        yielded: rows of the present piece as the loader has yielded them.
+        yielded: rows that the loader has yielded last, without changes of the script.
         seed: seed of the random numbers of rows and of drop-out.
     """
 
@@ -209,7 +210,7 @@ class RankLoop:
         self._offer_rebuild()
 
     def _follow_shares(self, numbers: int, rows: int, step: int) -> None:
-        """Start to choose shares by speed, with the speeds of an earlier run if there are any."""
+        """Start to choose shares by speed. Use stored speeds of an earlier run if they exist."""
         workers = self.session.group.workers
         group = self.schedule.group
         self._memory = SpeedMemory(workers[self.rank], self._micro_batch, group, numbers)
@@ -221,7 +222,7 @@ class RankLoop:
             self.schedule.change(step, self._follower.split(rows))
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start to compute a piece of a global batch, after the loader has read its rows."""
+        """Start to compute a part of this rank's rows, which the loader has read."""
         if self.piece is None or self.piece.step != piece.step:
             # Drop-out differs between ranks and steps. A repeated step has the same drop-out.
             seed_random(make_seed(self.seed, self.rank, piece.step), self.device)
@@ -235,12 +236,12 @@ class RankLoop:
         self.gate.begin_piece(piece)
 
     def leave_pass(self) -> None:
-        """End a pass over training data."""
+        """Record that the user's code has left a pass over training data."""
         self.gate.leave_loop()
         self.piece = None
 
     def _end_step(self, step: FinishedStep) -> None:
-        """Record a finished step, and change the shares if other shares are faster."""
+        """Record a finished step, and change the ranks' shares if other shares are faster."""
         piece = step.piece
         self.records.step(step, self.schedule.get_plan(piece.step, piece.global_rows))
         self.after_step()
@@ -289,15 +290,16 @@ class RankLoop:
         return self.schedule.get_plan(step, self.records.full_batch)
 
     def compute(self, run: Callable[[Any], None], rows: Any) -> None:
-        """Run a function on the rows of the present piece, in smaller parts if memory runs out.
+        """Run a function on rows of a batch, in smaller parts if memory runs out.
 
         After an out-of-memory error, this rank computes all its rows of the global batch so far
-        once more, in smaller parts. Each row has the same random numbers as before. Later batches
-        keep the smaller size.
+        once more, in smaller parts. Each row is read with the same random numbers again. Later
+        batches keep the smaller size.
 
         Args:
             run: function that computes the loss of some rows, and its gradient.
-            rows: the rows of the present piece, which the script may have moved to a device.
+            rows: the rows that the loader has yielded last. The script may have moved them to a
+                device.
 
         Raises:
             MotleyError: the script has changed the rows besides moving them.
@@ -338,7 +340,7 @@ class RankLoop:
         )
 
     def _try(self, work: Callable[[], None]) -> str:
-        """Run a function; return a description of its out-of-memory error, or an empty text."""
+        """Run a function. Return a description of its out-of-memory error; empty if none."""
         try:
             work()
             return ""
@@ -350,7 +352,10 @@ class RankLoop:
         return text
 
     def _run_parts(self, run: Callable[[Any], None], piece: Piece, size: int) -> None:
-        """Compute all rows of the global batch so far, in parts of at most ``size`` rows."""
+        """Compute all rows of this rank in the global batch so far again, in smaller parts.
+
+        A part has at most ``size`` rows.
+        """
         whole = Plan(len(self.indices), (1.0,), (size,), EXACT, grain=self.schedule.group)
         parts = slices(self.indices, whole, 0)
         for number, indices in enumerate(parts):
@@ -392,11 +397,13 @@ class RankLoop:
         return result
 
     def wait_until_blocked(self) -> int | None:
-        """Wait until this rank is blocked in a collective. Another thread calls it after a loss.
+        """Wait until this rank's training thread is blocked in a collective.
+
+        After the loss of a rank, another thread of this process calls this method.
 
         Returns:
-            The number of global batches whose gradients no optimizer has used yet. None: this rank
-            is not blocked in time, or an optimizer has stepped with the present batch.
+            The number of global batches whose gradients no optimizer has used yet. None: the wait
+            timed out, or an optimizer has stepped with the present batch.
         """
         deadline = time.monotonic() + _BLOCKED_S
         while not self._is_blocked:
@@ -406,7 +413,7 @@ class RankLoop:
         return self.gate.count_unused()
 
     def repeat_collective(self, work: Callable[[], T]) -> T:
-        """Run :meth:`collective`, again after each lost rank, and return its result."""
+        """Run :meth:`collective` until no rank is lost during the call, and return the result."""
         while True:
             try:
                 return self.collective(work)
@@ -416,7 +423,7 @@ class RankLoop:
                     return result
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of each rank, in the order of ranks. A lost rank has no entry."""
+        """Gather one object from each rank, in the order of ranks. A lost rank has no entry."""
         return self.repeat_collective(lambda: all_gather_object(value, can_leave=True))
 
     def end_without(self, advice: str) -> None:
@@ -449,7 +456,7 @@ class RankLoop:
                 self.session.world.supervisor.can_rescue(self.rescue, first)
 
     def _continue_without(self, error: Exception) -> Any:
-        """Join the group of the survivors; return the result of the interrupted collective.
+        """Join the process group of the survivors; return the result of the interrupted collective.
 
         The result is None if no survivor has finished the collective. The job ends if no rank is
         lost, or if the survivors cannot continue.
@@ -495,8 +502,8 @@ class RankLoop:
     def _catch_up(self) -> Any:
         """Return the result of the interrupted collective if another rank has finished it.
 
-        If the collective is a sum of gradients, the ranks that have not finished it also receive
-        the sum. None: this rank has missed no result.
+        If the collective sums gradients, the ranks that have not finished it also receive the sum.
+        None: this rank has missed no result.
         """
         counts = [int(count) for (count,) in all_gather_floats([float(self._count)])]
         most = max(counts)
@@ -534,7 +541,7 @@ class RankLoop:
             self.gate.load_sum(tensors)
 
     def describe_plan(self, step: int) -> str:
-        """Return the shares of all ranks at a step, one line per rank."""
+        """Return a text that describes each rank's share at a step, one line per rank."""
         counts = self._get_full_plan(step).counts
         tables: Sequence[Any] = self._follower.tables if self._follower else ()
         lines = []

@@ -18,7 +18,7 @@ ALLOWED = ("batch_norm",)
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise MotleyError if another wrapper already divides a model's work among ranks."""
+    """Raise MotleyError if a wrapper such as DDP already divides a model's work among ranks."""
     if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule):
         raise MotleyError(
             f"the model is a {type(model).__name__}, which averages equal parts, and the parts of "
@@ -58,7 +58,11 @@ def check_statistics(models: Sequence[nn.Module], allow: Collection[str]) -> Non
 
 
 def check_optimizers(optimizers: Collection[Optimizer]) -> None:
-    """Raise MotleyError if there is no optimizer: ranks sum the gradients in its step."""
+    """Raise MotleyError if there is no optimizer.
+
+    Ranks sum gradients in ``optimizer.step()``, so that a model without an optimizer is never
+    trained.
+    """
     if not optimizers:
         raise MotleyError(
             "lab.prepare() was given no optimizer, and the ranks add up their gradients in "

@@ -2,7 +2,7 @@
 
 Any finite sampler works, since only rank 0 iterates over the sampler. The sampler gets the random
 numbers that it would get on one machine, from the states of torch, NumPy and ``random`` when the
-first loader is read. Samplers have a random state of their own, which a model's draws do not
+first loader is read. Samplers draw from a random state of their own, which the model does not
 change.
 """
 
@@ -59,7 +59,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the global generators at the end of the context."""
+    """Restore the global random generators at the end of the ``with`` block."""
     state = RandomState()
     try:
         yield
@@ -68,7 +68,7 @@ def kept_random_state() -> Iterator[None]:
 
 
 class SampleOrder:
-    """The random state from which samplers draw. Rank 0 draws, and all ranks hold the state.
+    """The random state for samplers. Rank 0 draws from the state, and all ranks hold it.
 
     Attributes:
         before: random state before the last order was drawn; None before the first order.

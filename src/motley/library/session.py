@@ -1,4 +1,4 @@
-"""The connection of a user's own script to the other ranks, from ``motley.join()`` to its end."""
+"""The connection of a user's own script to the other ranks, until the script ends."""
 
 import atexit
 import os
@@ -34,8 +34,8 @@ class Session:
     Attributes:
         world: the ranks that train, which exchange values through their process group.
         group: process group of the ranks that train.
-        before_end: function that is called at the end of the script. Other ranks may still be in a
-            collective.
+        before_end: function that is called at the end of the script, while other ranks may still be
+            in a collective.
         rebuild: object that forms a new process group of the survivors after a rank is lost.
         finish: function that waits until all ranks have ended their scripts.
     """
@@ -61,7 +61,7 @@ class Session:
             sys.exit(0)  # _end() then waits for the other ranks
 
     def join_group(self, group: ProcessGroup) -> None:
-        """Set the present process group, which may leave this rank out."""
+        """Set the present process group. This rank may not be one of its members."""
         self.group, launched = group, self.rebuild.world
         launched.hide_group()
         self.catch_errors()
@@ -69,7 +69,10 @@ class Session:
             self.world = launched.among(group.ranks(launched), all_gather_object)
 
     def _finish_left_out(self) -> None:
-        """Wait until the ranks that train end, and take part in rebuilding their group."""
+        """Wait on a rank that does not train until the training ranks end.
+
+        If the training ranks lose a rank, take part in rebuilding their process group.
+        """
         rebuild = self.rebuild
         while True:
             rebuild.offer(self.group, lambda: None, rebuild.can_lose_first(shared=False))
@@ -116,7 +119,10 @@ class Session:
 
 
 def _use_all_cores() -> None:
-    """Undo Open MPI's default binding of the process to one core, as ``motley run`` does."""
+    """Allow this process to run on all cores, as ``motley run`` does.
+
+    Open MPI binds each process to one core by default.
+    """
     if leave_default_binding() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank(read_launch().local_size or 1))
 
@@ -131,5 +137,5 @@ def check_joinable() -> None:
 
 
 def is_alone() -> bool:
-    """Return True if no launcher has started other ranks."""
+    """Return True if this process is the only rank, because no launcher has started other ranks."""
     return read_launch(os.environ).size == 1

@@ -1,4 +1,4 @@
-"""The step of a user's own loop: weighted gradients, one sum over all ranks, one update.
+"""One training step of a user's own loop: weighted gradients, a sum over all ranks, an update.
 
 A rank computes its rows of a global batch in one or several pieces. The rank's gradient is the sum
 of the pieces' gradients, each weighted by the piece's fraction of the global batch. The ranks add
@@ -41,7 +41,7 @@ _ALIKE = 1e-9  # relative difference up to which two corrections are equal
 
 @dataclass
 class _Call:
-    """The backward calls of a step that belong together: one in each piece of a global batch.
+    """Backward calls of one loss in a step: one call for each part of this rank's rows.
 
     Attributes:
         usual: divisor of the losses, equal on all ranks.
@@ -54,7 +54,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that all ranks have taken, or skipped after an overflow.
+    """A training step that all ranks have taken, or skipped after an overflow.
 
     Attributes:
         piece: this rank's last piece in the step.
@@ -65,7 +65,7 @@ class FinishedStep:
         overflow: True if the gradient was not finite, so that no rank stepped.
         loss_scale: loss scale of the step.
         rate: learning rate of the first parameter group of the last optimizer in the step.
-        laps: seconds that this rank spent on each activity in the step.
+        laps: seconds that this rank spent on each activity in the step, such as waiting.
     """
 
     piece: Piece
@@ -113,10 +113,10 @@ def _override(owner: Any, name: str, may_run: Callable[..., bool]) -> None:
 
 
 class StepGate:
-    """The object that turns backward passes over pieces into steps of the optimizers.
+    """The object that turns backward passes over parts of a batch into steps of the optimizers.
 
-    An optimizer steps only after the last piece of a global batch, with the sum of all ranks'
-    gradients.
+    A part of this rank's rows of a global batch is called a piece. An optimizer steps only after
+    the last piece of a global batch, with the sum of all ranks' gradients.
 
     Args:
         names: description of each rank with its host, for messages.
@@ -137,7 +137,7 @@ class StepGate:
         collective: function that runs a collective, and returns its result. The function raises
             GroupChangedError if a rank is lost meanwhile.
         numbers: the numbers that each rank has sent with its gradient in the last step.
-        loss: loss of the last step; None before it.
+        loss: loss of the last step; None before the first step.
         stepped: True if the last call of ``optimizer.step()`` has changed parameters.
         repeats: True if the present global batch will be computed again, because a rank was lost.
         norm: norm of the present step's gradient before clipping; None if it was not clipped.
@@ -192,7 +192,7 @@ class StepGate:
     # -- pieces
 
     def begin_piece(self, piece: Piece) -> None:
-        """Start to compute a piece of a global batch, after the loader has read its rows."""
+        """Start to compute a part of this rank's rows, which the loader has read."""
         self.piece, self._call, self._was_asked = piece, self._first_call, False
         self.statistics.begin(piece)
         if self._shards:
@@ -202,7 +202,7 @@ class StepGate:
         self.clock.lap("data")
 
     def repeat_pieces(self) -> None:
-        """Discard this rank's gradient of the present global batch, to compute it once more.
+        """Discard this rank's gradient of the present global batch, before computing it again.
 
         Raises:
             NoMemoryError: the script has accumulated gradients of earlier batches, which would be
@@ -221,12 +221,12 @@ class StepGate:
         self._rows = rows
 
     def begin_part(self, piece: Piece) -> None:
-        """Start a part of the present piece, to compute it once more."""
+        """Start a smaller part of the present rows, which the rank computes again."""
         self.piece, self._call = piece, self._first_call
         self.statistics.begin(piece)
 
     def end_piece(self) -> None:
-        """End the present piece of a global batch, when the user's code asks for the next rows."""
+        """End the present part of this rank's rows, when the user's code requests the next rows."""
         piece, self.piece = self.piece, None
         if piece is None:
             return
@@ -252,7 +252,7 @@ class StepGate:
         self.on_step(step)
 
     def leave_loop(self) -> None:
-        """End the loop over the loader, maybe in the middle of a global batch."""
+        """End the loop over the loader, possibly in the middle of a global batch."""
         if self.piece is not None and not self.piece.last:
             self._aside = []
             self._start_step()
@@ -274,7 +274,7 @@ class StepGate:
         return None if self._stepped_in == self.piece.step else self._batches + 1
 
     def _is_summed(self, piece: Piece) -> bool:
-        """Return True if any optimizer's gradients are summed already in the step of a piece."""
+        """Return True if the step of a piece has already summed the gradients of an optimizer."""
         return any(each.summed == piece.step for each in self._updates.values())
 
     def drop(self) -> None:
@@ -308,7 +308,7 @@ class StepGate:
     def backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: str, options: dict[str, Any]
     ) -> None:
-        """Run the backward pass of one loss of the present piece; see ``Lab.backward``."""
+        """Run the backward pass of one loss of the present rows; see ``Lab.backward``."""
         piece = self._check_call(loss, reduction)
         for parameter, gradient in self._aside:
             parameter.grad = gradient
@@ -401,7 +401,7 @@ class StepGate:
         return call
 
     def _mark_gradients(self) -> None:
-        """Store the versions of all gradients after a backward pass, to detect later changes."""
+        """Store torch's version counters of all gradients, to detect later changes."""
         gradients = [each.grad for each in self._trained() if each.grad is not None]
         self._versions = [(each, each._version) for each in gradients]
         self._known.update(map(id, gradients))
@@ -428,7 +428,7 @@ class StepGate:
                 parameter.grad = None
 
     def _trained(self) -> list[Tensor]:
-        """Return all parameters that optimizers train, each parameter once."""
+        """Return all parameters that the optimizers train, each parameter once."""
         return list(dict.fromkeys(p for each in self._updates.values() for p in each.parameters()))
 
     # -- the user's objects
@@ -476,7 +476,7 @@ class StepGate:
         self.add_gated(scaler, "update")
 
     def add_gated(self, owner: Any, name: str) -> None:
-        """Let a method run only once per global batch, in this rank's last piece.
+        """Let a method of an object run only once per global batch, in this rank's last piece.
 
         The method does not run in a global batch that will be repeated.
 
@@ -487,7 +487,10 @@ class StepGate:
         _override(owner, name, lambda *_: self.is_open)
 
     def add_up_for(self, parameters: Sequence[Tensor]) -> bool:
-        """Sum the gradients of all optimizers of some parameters; see :meth:`add_up`."""
+        """Sum the gradients of every optimizer that has one of the parameters.
+
+        See :meth:`add_up`.
+        """
         chosen = set(map(id, parameters))
         for optimizer, update in self._updates.items():
             if chosen.intersection(map(id, update.parameters())) and not self.add_up(optimizer):
@@ -552,7 +555,7 @@ class StepGate:
         return update.may_step
 
     def _check_repeatable(self, piece: Piece) -> None:
-        """Raise MotleyError if gradients of the batch to be repeated were summed already."""
+        """Raise MotleyError if the ranks have already summed gradients of the batch to repeat."""
         if self._is_summed(piece):
             raise MotleyError(
                 "a rank was lost after one of several optimizers had stepped with a batch, and "
@@ -561,10 +564,10 @@ class StepGate:
             )
 
     def take_sum(self) -> dict[str, Tensor] | None:
-        """Return the last summed gradients, and the batch norms' running statistics, by name.
+        """Return the last summed gradients, and the running statistics of batch norms, by name.
 
-        A gradient's name is the number of its parameter. None: the optimizer has stepped with the
-        sum already.
+        A gradient's name is the number of its parameter. None: the optimizer has already stepped
+        with the summed gradients.
         """
         if not self._can_step or self._summing is None:
             return None
@@ -574,7 +577,10 @@ class StepGate:
         return gradients | {f"{_STATISTICS}{name}": each for name, each in buffers.items()}
 
     def load_sum(self, gradients: Mapping[str, Tensor]) -> None:
-        """Load the result of :meth:`take_sum` of a rank that has finished the interrupted sum."""
+        """Load a sum of gradients that another rank has returned from :meth:`take_sum`.
+
+        This rank had not finished the sum when a rank was lost.
+        """
         assert self._summing is not None
         for number, parameter in enumerate(self._summing.parameters()):
             gradient = gradients.get(str(number))
@@ -630,7 +636,7 @@ class StepGate:
         return self.clock.measure_own_s(self._shards.measure_compute_s(self.clock.at_once))
 
     def join_group(self, names: Sequence[str], rank: int, reducer: Reducer) -> None:
-        """Continue in another group of ranks.
+        """Continue training in another process group.
 
         Args:
             names: description of each rank with its host, for messages.
@@ -679,7 +685,7 @@ class StepGate:
             )
 
     def _get_correction(self, totals: Sequence[float]) -> float | None:
-        """Return the number by which the gradient is to be divided; None: no division is needed.
+        """Return the number by which to divide the gradient; None if no division is needed.
 
         Args:
             totals: total weight of all ranks' rows, for each backward call with ``weight=``.

@@ -1,4 +1,4 @@
-"""A comparison of the rows that the loader yields with the rows that a script computes.
+"""A comparison of the rows from the loader with the rows that a script gives to ``lab.step()``.
 
 After an out-of-memory error, ``lab.step()`` reads the rows of a piece once more, in smaller parts,
 and calls the script's function with each part. Each part is moved to the devices to which the

@@ -1,1 +1,1 @@
-"""Records of a run, followed while they are written, and their interpretation."""
+"""A reader that follows a run's records while they are written, and their interpretation."""

@@ -1,4 +1,4 @@
-"""A follower of one run's records while they are written, which reads only new data."""
+"""A reader that follows one run's records while they are written, and reads only new data."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Appended:
 
     Attributes:
         lines: complete lines, without line ends.
-        anew: True if the file was truncated or replaced. The lines are then read from its
+        anew: True if the file was truncated or replaced. ``lines`` then starts at the file's
             beginning.
         more: True if the file has further lines for the next read. Only a reader that reads every
             line sets this value.
@@ -40,15 +40,15 @@ class Appended:
 
 
 class Tail:
-    """Reader of the lines that were appended to a file since the last read.
+    """A reader of the lines that were appended to a file since the last read.
 
     An incomplete line is kept until its end arrives.
 
     Args:
         path: path of the file.
-        samples: if too much was appended since the last read, only its end is read completely. This
-            number of evenly spread lines is read from the rest, the first line of the file among
-            them. None: every line is read, part by part.
+        samples: number of evenly spread lines to read from the skipped part, if too much was
+            appended since the last read. Only the end of the new data is then read completely. The
+            first line of the file is always read. None: every line is read, in several reads.
     """
 
     def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
@@ -67,7 +67,7 @@ class Tail:
         return clock - self._heard
 
     def look(self, clock: float, wall: float) -> Appended:
-        """Return new lines; none if the file is missing or unreadable.
+        """Return the new lines of the file; none if the file is missing or unreadable.
 
         Args:
             clock: monotonic seconds now.
@@ -146,8 +146,8 @@ class RunFollower:
 
     Attributes:
         about: content of run.json; empty before it exists.
-        problem: reason why run.json cannot be read; empty: there is no problem.
-        slow_link: sentence on the slowest link; empty if all links are about equally fast.
+        problem: reason why run.json cannot be read; empty if run.json was read.
+        slow_link: sentence on the slowest network link; empty if all links are about equally fast.
         looks: number of times that all records were read.
         wall: seconds since 1970 at the last read.
         tracks: recorded steps of each rank that writes records.
@@ -179,7 +179,7 @@ class RunFollower:
         self.looks = 0
 
     def look(self, clock: float, wall: float) -> None:
-        """Read all new records.
+        """Read all new records of the run.
 
         Args:
             clock: monotonic seconds now. Silence is measured by this clock, because the wall clock
@@ -204,8 +204,9 @@ class RunFollower:
     def glance(self, clock: float, wall: float) -> bool:
         """Read the new steps of the leading rank; return True if all records should be read now.
 
-        All records should be read if some rank has just become slower, because only the records of
-        all ranks show which rank. They should also be read if an event was recorded.
+        The caller should read all records if some rank has just become slower, because only the
+        records of all ranks show which rank. The caller should also read them if an event was
+        recorded.
         """
         rank = self._leading() if self.about.get("status") == "running" else None
         if rank is None:
@@ -218,8 +219,8 @@ class RunFollower:
     def may_change(self, clock: float) -> bool:
         """Return True if a read may find new records.
 
-        The records of a run that has ended change only together with its run.json, and shortly
-        afterwards, when the last records arrive.
+        After the end of a run, its records change only together with its run.json. For a short
+        time, the last records may still arrive.
         """
         ended = self.about.get("status") not in (None, "running")
         return not ended or clock - self._asked < LAST_WORDS_S or self._signature() != self._seen
@@ -235,7 +236,7 @@ class RunFollower:
         return files_in(self._folders, files)
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
-        """Return the new objects in a file of JSON lines. Damaged lines are left out."""
+        """Return the new objects in a file of JSON lines. Skip damaged lines."""
         new = self._tail(path, samples).look(self.clock, wall)
         if new.anew and path == self.run.events_file:
             self.events.clear()
@@ -293,7 +294,7 @@ class RunFollower:
     def _record_arrivals(self, before: JsonDict, now: JsonDict) -> None:
         """Append an event for each host that has started or stopped to train.
 
-        The records of the run lack such events.
+        The run's own records do not contain these events.
         """
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
@@ -350,7 +351,7 @@ class RunFollower:
     # -- who leads
 
     def lead(self) -> Track | None:
-        """Return the track of the rank with the latest step; None before the first step."""
+        """Return the steps of the rank with the latest step; None before the first step."""
         rank = self._leading()
         return None if rank is None else self.tracks[rank]
 
@@ -360,7 +361,7 @@ class RunFollower:
 
 
 def get_size(path: Path) -> int:
-    """Return the bytes of a file; 0 if it does not exist."""
+    """Return the size of a file in bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -370,13 +371,13 @@ def get_size(path: Path) -> int:
 def files_in(
     folders: Sequence[RunFolder], files: Callable[[RunFolder], dict[K, Path]]
 ) -> dict[K, Path]:
-    """Return a run's files by rank or host, from its own folder and from copies.
+    """Return a run's files by rank or host, from the run's folder and the folders of copies.
 
     The first folder takes precedence.
 
     Args:
         folders: the run's folder, and the folders of copies.
-        files: returns the files in one folder.
+        files: function that returns the files in one folder, by rank or host.
     """
     result: dict[K, Path] = {}
     for folder in reversed(folders):
@@ -385,7 +386,7 @@ def files_in(
 
 
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
-    """Return the last ``last`` lines, preceded by ``before`` evenly spread earlier lines."""
+    """Return ``before`` evenly spread earlier lines, followed by the last ``last`` lines."""
     rest = len(lines) - last
     if rest <= before:
         return lines
@@ -414,7 +415,7 @@ def hosts_elsewhere(followed: RunFollower) -> list[str]:
 
 
 def slow_link(about: Mapping[str, Any]) -> str:
-    """Return a sentence on the slowest link in run.json; empty if all are equally fast."""
+    """Return a sentence on the slowest network link in run.json; empty if none is slow."""
     try:
         links = Links.from_json(about["links"])
     except (KeyError, TypeError, AttributeError):

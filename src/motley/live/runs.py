@@ -1,8 +1,8 @@
 """The runs under a folder: copies of remote records, and a follower of each run.
 
-Hosts with their own disk record a part of each run on that disk. These records are copied over one
-connection per host. Only new data is sent, every few seconds. The copies are in a temporary folder,
-which is removed when the program ends. The run's own folder is not changed.
+Hosts with their own disk record a part of each run on that disk. This module copies these records
+over one connection per host, and sends only new data, every few seconds. The copies are in a
+temporary folder, which is removed when the program ends. The run's own folder is not changed.
 
 New runs are found as they start.
 """
@@ -56,7 +56,7 @@ class Collector:
 
     Args:
         asked: True: copy records. False: copy nothing. The value is also an attribute.
-        whole: True: copy whole files. False: copy only the end of long files.
+        whole: True: copy files completely. False: copy only the end of long files.
     """
 
     def __init__(self, asked: bool, whole: bool = False) -> None:
@@ -78,14 +78,14 @@ class Collector:
             self._folder.cleanup()
 
     def copies(self, run: RunFolder) -> Sequence[RunFolder]:
-        """Return the folder for the copies of a run, in a list; empty if nothing is copied."""
+        """Return a list with the folder for the copies of a run; empty if nothing is copied."""
         return [RunFolder(self._place(run))] if self.asked else []
 
     def _place(self, run: RunFolder) -> Path:
         return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
 
     def start(self, followers: Iterable[RunFollower]) -> bool:
-        """Start to copy the files that are not on this host; return True if a copy was started."""
+        """Start to copy files that are not on this host. Return True if a copy was started."""
         began = False
         for follower in followers if self.asked else ():
             for host in hosts_elsewhere(follower):
@@ -101,7 +101,7 @@ class Collector:
         return began
 
     def wait(self) -> None:
-        """Wait until the first copies are complete, or have failed."""
+        """Wait until the first copies of all files are complete, or have failed."""
         deadline = time.monotonic() + _FIRST_S
         for tried in self._tried.values():
             tried.wait(max(0.0, deadline - time.monotonic()))
@@ -147,7 +147,7 @@ class Copies:
         self._offsets = {path.name: 0 for path in paths}
 
     def update(self, remote: "Remote") -> bool:
-        """Copy new records, up to a number of bytes; return True if more are left to copy.
+        """Copy new records, up to a limit of bytes. Return True if more records are left to copy.
 
         Raises:
             HostTrouble: the host does not answer, or lacks the folder.
@@ -192,7 +192,7 @@ class Runs:
 
     Args:
         folder: folder of one run, or of runs at any depth.
-        copies: returns the folders with copies from other hosts for a run's folder.
+        copies: function of a run's folder that returns the folders with copies from other hosts.
 
     Attributes:
         hidden: number of older runs that are not shown.
@@ -261,15 +261,16 @@ class Runs:
         return [self._followers[name] for name in self.running()]
 
     def follower(self, name: str) -> RunFollower | None:
-        """Return the follower of a run; None if there is no such run."""
+        """Return the follower of the run of this name; None if the run does not exist."""
         return self._followers.get(name)
 
     def snapshot(
         self, name: str, wall: float, most: int = MOST_ROWS, rank: int | None = None
     ) -> Snapshot | None:
-        """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run.
+        """Return the snapshot of a run; None if the run does not exist. See :func:`take_snapshot`.
 
-        One snapshot is taken per reading of the records, however many callers request it.
+        After each reading of the records, only the first call takes a snapshot. Later calls return
+        the same snapshot.
         """
         follower = self._followers.get(name)
         if follower is None:

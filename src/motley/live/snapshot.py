@@ -1,4 +1,4 @@
-"""A snapshot of a run for a terminal and for a page. Pure, except for the follower's clock.
+"""A snapshot of a run, which a terminal and a web page show. Pure, except for the clock.
 
 The snapshot has one row per rank, with its device, load and step times, and the state of the run as
 a whole.
@@ -31,7 +31,7 @@ from motley.text import typed_command
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one rank. None and empty values are unknown.
+    """The row of one rank in a snapshot. None and empty values are unknown.
 
     Attributes:
         share: fraction of the global batch that the rank computes.
@@ -47,8 +47,8 @@ class Row:
         temperature_c: temperature of the device, in degrees Celsius.
         power_w: power of the device, in watts.
         others: other users of the GPU, and their memory (GiB).
-        silent_s: if a record is overdue, seconds since the rank, or the GPU logger of its host,
-            last wrote a record.
+        silent_s: seconds since the rank, or the GPU logger of its host, last wrote a record. None:
+            no record is overdue.
         here: True if the rank's step records, or copies of them, are on this host.
         note: reason why the rank does not train; empty if it trains.
     """
@@ -118,9 +118,11 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
 
 
 def get_straggler_times(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
-    """Return the times of the straggler if it writes no records; an empty tuple for other ranks.
+    """Return the times of the straggler, if the straggler writes no records.
 
-    In a group of many ranks only the first rank writes records, and these have the straggler's
+    The result is empty for any other rank.
+
+    In a group of many ranks, only the first rank writes records, which include the straggler's
     times.
     """
     if waits is None or waits.rank != rank or waits.own_s is None:
@@ -137,7 +139,7 @@ def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
 def find_device_sample(
     devices: Mapping[str, deque[GpuSample]], rank: int, worker: Mapping[str, Any]
 ) -> GpuSample | None:
-    """Return the last sample of the device on which a rank computes; None: unknown."""
+    """Return the GPU logger's last sample of a rank's device; None if it has no sample."""
     last = [samples[-1] for samples in devices.values()]
     uuid = worker.get("uuid")
     if uuid:
@@ -161,7 +163,7 @@ def describe_device(sample: GpuSample | None) -> dict[str, Any]:
 
 
 def left_out(about: Mapping[str, Any]) -> list[Row]:
-    """Return one row per rank that was launched and does not train."""
+    """Return one row per rank that was launched but does not train."""
     result = about.get("left_out")
     return [
         Row(int(each["rank"]), plain(each.get("host")), "", "",
@@ -172,7 +174,10 @@ def left_out(about: Mapping[str, Any]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return the most important rows, ascending: silent ranks, the straggler, the slowest."""
+    """Return the ``most`` most important rows, in the order of ranks.
+
+    Silent ranks come first in importance, then the straggler, then the slowest ranks.
+    """
     if len(rows) <= most:
         return sorted(rows, key=lambda row: row.rank)
 
@@ -183,7 +188,7 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def compute_sample_weight(steps: Sequence[Step]) -> float:
-    """Return the mean weight of a sample, in the task's unit; 1 if it is not recorded."""
+    """Return the mean weight of a sample, in the task's unit; 1 if no weight is recorded."""
     known = [step for step in steps if step.weight is not None and step.n_global]
     samples = sum(step.n_global for step in known)
     return sum(step.weight or 0.0 for step in known) / samples if samples else 1.0
@@ -201,12 +206,12 @@ class RankHistory:
 
     Attributes:
         rank: number of the rank.
-        steps: number of the first step of each group of steps over which a mean is taken.
-        parts: mean seconds of each part, as in :class:`Row`, for each of these groups.
+        steps: number of the first step of each group of steps. ``parts`` has a mean for each group.
+        parts: for each group of steps, the mean seconds of each part of a step, as in :class:`Row`.
         load: load of the rank's device, 0 to 1, in each of the last samples.
-        memory_mib: used memory in these samples, in MiB.
-        temperature_c: temperature in these samples, in degrees Celsius.
-        power_w: power in these samples, in watts.
+        memory_mib: used memory in the same samples, in MiB.
+        temperature_c: temperature in the same samples, in degrees Celsius.
+        power_w: power in the same samples, in watts.
     """
 
     rank: int
@@ -228,12 +233,11 @@ class Snapshot:
         step: number of steps taken, out of ``last_step``.
         left_s: expected seconds until the run ends.
         rate: units per second of all ranks, in ``unit``.
-        fraction: ``rate`` divided by the rate at the limit, at which no rank waits and no data is
-            sent.
+        fraction: ``rate`` divided by the ideal rate, at which no rank waits and no data is sent.
         losses: pairs of a step and a loss. Each loss is a mean over some steps.
         evaluation: metrics of the last evaluation, in words.
         metrics: pairs of step and value in the last evaluations, by the metric's name.
-        link: sentence on the slowest link.
+        link: sentence on the slowest network link.
         rows: rows of ranks, ascending.
         hidden: number of further ranks that have no row.
         elsewhere: one sentence for each host whose files are not on this host or cannot be read.
@@ -268,7 +272,7 @@ class Snapshot:
     history: RankHistory | None = None
 
     def as_json(self) -> JsonDict:
-        """Return the snapshot for a page, with None in place of NaN and infinities."""
+        """Return the snapshot as JSON for a web page, with None in place of NaN and infinities."""
         result: JsonDict = finite(asdict(self))
         return result
 
@@ -334,25 +338,25 @@ def get_history(followed: RunFollower, rank: int | None) -> RankHistory | None:
 
 
 def parse_count(value: Any) -> int | None:
-    """Return a positive whole number; None for anything else."""
+    """Return the value if it is a positive whole number, else None."""
     return value if isinstance(value, int) and value > 0 else None
 
 
 def compute_rate(steps: Sequence[Step]) -> float | None:
-    """Return the samples per second of all ranks, over some steps."""
+    """Return the samples per second of all ranks together, over some steps; None if unknown."""
     seconds = sum(step.seconds for step in steps)
     return sum(step.n_global for step in steps) / seconds if seconds else None
 
 
 def fraction_of_limit(about: Mapping[str, Any], rate: float | None) -> float | None:
-    """Return a rate as a fraction of the limit, at which no rank waits and no data is sent."""
+    """Return a rate as a fraction of the ideal rate, at which no rank waits and no data is sent."""
     forecast = mapping(mapping(about, "plan"), "forecast")
     batch, limit_s = forecast.get("global_batch"), forecast.get("limit_s")
     return rate * limit_s / batch if rate and limit_s and batch else None
 
 
 def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
-    """Return the seconds from the start of the run until now or, if it has ended, until its end.
+    """Return the seconds from the start of a run until now, or until the end of an ended run.
 
     The result is never below 0.
     """
@@ -364,9 +368,9 @@ def elapsed(about: Mapping[str, Any], wall: float) -> float | None:
 
 
 def left_s(lead: Track, steps: int) -> float | None:
-    """Return the expected seconds of the next ``steps`` steps.
+    """Return the expected seconds of the next ``steps`` steps; None if unknown.
 
-    The time of evaluations and checkpoints between the last steps is included.
+    The estimate includes evaluations and checkpoints, as often as they came between the last steps.
     """
     recent = list(lead.recent)
     took, taken = 0.0, 0

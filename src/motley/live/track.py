@@ -1,7 +1,9 @@
-"""The recorded steps of each rank, and the cause of waiting in a step. Pure.
+"""The recorded steps of each rank, and the causes of waiting in a step.
 
-The last steps are kept in full. All steps are kept as means over groups of steps. Ranks wait for
-another rank, for communication, or for input.
+The module reads no file, clock or hardware.
+
+The module keeps the last steps in full, and all steps as means over groups of steps. The cause of
+waiting is another rank, communication, or input.
 """
 
 import math
@@ -23,14 +25,14 @@ _POINTS = 240  # most points of a history
 
 @dataclass(frozen=True)
 class Step:
-    """The fields of one line of steps.rank<k>.jsonl that are shown.
+    """The displayed fields of one line of steps.rank<k>.jsonl.
 
     Attributes:
-        parts: seconds of each of PARTS; None where unknown.
+        parts: seconds of each part of the step that PARTS names; None where unknown.
         others: times of the other ranks, in a group of many ranks in which only the first rank
-            writes records. The three values are the seconds until half of the other ranks were
-            ready, the number of the rank that was ready last, and the seconds until this rank was
-            ready. None: not recorded.
+            writes records. The first value is the seconds until half of the other ranks were ready.
+            The second value is the number of the last rank to be ready. The third value is the
+            seconds until the last rank was ready. None: not recorded.
     """
 
     step: int
@@ -59,7 +61,7 @@ class Step:
 
 
 def read_step(line: JsonDict) -> Step | None:
-    """Return the step of a line; None if the line is damaged or of an unknown version."""
+    """Return the step in a line; None if the line is damaged or of an unknown version."""
     step, time = _number(line.get("step")), _number(line.get("time"))
     if step is None or time is None or not 0 <= step < 2**53:
         return None
@@ -83,7 +85,7 @@ def _read_others(told: Any) -> tuple[float, int, float] | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number; None for anything else."""
+    """Return the value if it is a finite number, else None."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     return value if type(value) is int else None  # a bool is not a number
@@ -91,7 +93,7 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class Point:
-    """The mean over some steps. ``parts`` is as in :class:`Step`."""
+    """The mean over a group of steps. ``parts`` is as in :class:`Step`."""
 
     step: int
     loss: float | None
@@ -101,7 +103,7 @@ class Point:
 class History:
     """Means over groups of consecutive steps.
 
-    The groups become larger, so that there are never more than 240 means.
+    The groups become larger as steps are added, so that a history has at most 240 means.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class History:
             self._steps = wider
 
     def drop_from(self, step: int) -> None:
-        """Drop a step, all later steps, and earlier entries that average over this step."""
+        """Drop a step, all later steps, and each earlier mean that includes the step."""
         self._steps = {
             place: total for place, total in self._steps.items()
             if place < step // self._width
@@ -135,7 +137,7 @@ class History:
 
 
 class _Sum:
-    """Sums of loss and parts, each with the number of its known values."""
+    """Sums of the loss and the parts of steps, each with its number of known values."""
 
     def __init__(self) -> None:
         self._sums, self._counts = [0.0] * (1 + len(PARTS)), [0] * (1 + len(PARTS))
@@ -156,7 +158,7 @@ class _Sum:
 
 
 class Track:
-    """One rank's steps, as they are recorded.
+    """The steps of one rank, as they are recorded.
 
     Attributes:
         recent: the last steps, in order.
@@ -168,9 +170,9 @@ class Track:
         self.history = History()
 
     def add(self, step: Step) -> None:
-        """Add a step, and drop earlier records of this step and later ones.
+        """Add a step. Drop earlier records of this step and of later steps.
 
-        The run repeats these steps.
+        A run that continues from a checkpoint repeats steps.
         """
         if self.recent and step.step <= self.recent[-1].step:
             while self.recent and self.recent[-1].step >= step.step:
@@ -181,12 +183,12 @@ class Track:
 
     @property
     def last(self) -> Step | None:
-        """The last step; None if there is none."""
+        """The last recorded step; None without a step."""
         return self.recent[-1] if self.recent else None
 
 
 def mean_parts(steps: Sequence[Step]) -> tuple[float | None, ...]:
-    """Return the mean of each part, over the steps that have it."""
+    """Return the mean seconds of each part of a step, over the steps that have the part."""
     total = _Sum()
     for step in steps:
         total.add(None, *step.parts)
@@ -207,7 +209,7 @@ _SLOWER_WORTH = 0.1  # fraction of a step from which a slower rank is reported
 
 
 class Held(StrEnum):
-    """The cause of a wait."""
+    """The cause for which ranks wait in a step."""
 
     RANK = "rank"
     WIRE = "wire"
@@ -228,13 +230,13 @@ class Waits:
         steps: number of steps that were examined.
         by_rank: for each rank, the fraction of each step in which all other ranks waited for that
             rank.
-        rank: rank for which all other ranks wait. If ``held`` is Held.RANK, None stands for a rank
-            that writes no records on this host.
-        own_s: seconds until that rank was ready; None: unknown.
+        rank: rank for which all other ranks wait. None: ``held`` is not Held.RANK, or the rank
+            writes no records on this host.
+        own_s: seconds until ``rank`` was ready; None: unknown.
         others_s: mean seconds until all other ranks were ready; None: unknown.
-        usual_s: usual seconds until the last rank was ready, before this rank became slower; None:
-            this rank did not become slower.
-        for_input: True if the rank waited for its samples during most of ``own_s``.
+        usual_s: usual seconds until the last rank was ready, before ``rank`` became slower; None:
+            ``rank`` did not become slower.
+        for_input: True if ``rank`` waited for its samples during most of ``own_s``.
     """
 
     held: Held
@@ -271,7 +273,7 @@ class _Window:
 
 
 def last_steps(track: Track) -> list[Step]:
-    """Return the steps of the last three seconds: 3 steps at least, and 20 at most."""
+    """Return the steps of the last three seconds, but at least 3 and at most 20 steps."""
     recent = list(track.recent)[-_MOST:]
     fresh = [step for step in recent if 0 <= recent[-1].time - step.time <= _FRESH_S]
     return fresh if len(fresh) >= _LEAST else recent[-_LEAST:]
@@ -281,8 +283,8 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
     """Return the main cause of waiting in the last steps.
 
     Args:
-        tracks: tracks of the ranks that write their steps here.
-        lead: track of the rank with the latest step.
+        tracks: steps of each rank whose records are on this host.
+        lead: steps of the rank with the latest step.
         ranks: all ranks that train.
     """
     since, usual_s = since_slower(lead)
@@ -295,7 +297,7 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
 
 
 def since_slower(lead: Track) -> tuple[list[Step], float | None]:
-    """Return the last steps, if some rank was slower in them than before, and the usual time.
+    """Return the last steps, if some rank has become slower in these steps, and a usual time.
 
     The usual time is the median of the seconds until the last rank was ready. If no rank has become
     slower, the result is an empty list and None.
@@ -312,9 +314,9 @@ def since_slower(lead: Track) -> tuple[list[Step], float | None]:
 
 
 def _last_ready(step: Step) -> float | None:
-    """Return the time at which the slowest rank's gradient was ready, from one rank's record.
+    """Return the seconds until the slowest rank's gradient was ready, from one rank's record.
 
-    The time is in seconds from the start of the step. None: the record does not contain it.
+    The seconds count from the start of the step. None: the record does not contain this time.
     """
     if step.ready_s is None:
         return None
@@ -324,11 +326,11 @@ def _last_ready(step: Step) -> float | None:
 
 
 def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collection[int]) -> _Window:
-    """Return all ranks' records of some steps.
+    """Return the records of all ranks for some steps.
 
     Args:
         steps: steps of one rank. The records of all ranks with these step numbers are returned.
-        tracks: tracks of the ranks.
+        tracks: steps of each rank.
         ranks: all ranks that train.
     """
     numbers = [step.step for step in steps]
@@ -375,16 +377,16 @@ def _most(found: _Window, ranks: int) -> Waits:
 
 
 def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int | None, float]:
-    """Return the rank that was ready last in one step, and the time for which others waited.
+    """Return the last rank to be ready in a step, and the seconds for which others waited.
 
-    The time is in seconds, on average over the other ranks.
+    The seconds are a mean over the other ranks.
 
     Args:
         lines: records of the step, by rank.
         ranks: all ranks that train.
 
     Returns:
-        The rank is None if it writes no records. The time is 0.0 if it is unknown.
+        The rank, or None if the rank writes no records. The seconds, or 0.0 if they are unknown.
     """
     waited = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
     if not waited:

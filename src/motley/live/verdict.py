@@ -1,6 +1,6 @@
-"""The verdict on a run: its rate as a fraction of the limit, causes of lost time, faster options.
+"""The verdict on a run: its rate relative to an ideal run, causes of lost time, faster options.
 
-At the limit no rank waits and no data is sent.
+In an ideal run no rank waits and no data is sent.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of the GPUs that trained, from a run's first step to its last.
+    """The energy of the GPUs that trained, from a run's first step to its last step.
 
     Attributes:
-        joules_each: joules per unit in which rates are counted, such as an image.
+        joules_each: joules per image, or per other unit in which rates are counted.
         kwh: energy of all GPUs, in kWh.
         co2_kg: CO2 emission of this energy, in kg.
         co2_per_kwh: grams of CO2 per kWh, from which ``co2_kg`` is computed.
@@ -57,7 +57,7 @@ class Energy:
     co2_per_kwh: float
 
     def sentence(self, unit: str) -> str:
-        """Return the energy in words."""
+        """Return a sentence for the user that states the energy."""
         kilo, times = ("k", 1) if self.kwh >= _FEW_KWH else ("", 1000)
         return (
             f"The GPUs took {times * self.kwh:.3g} {kilo}Wh, {self.joules_each:.3g} J per "
@@ -71,17 +71,19 @@ class RunVerdict:
     """The verdict on one run. None and empty values are unknown.
 
     Attributes:
-        fraction: rate of the run divided by the rate at the limit.
+        fraction: rate of the run divided by the ideal rate, at which no rank waits and no data is
+            sent.
         step_s: median seconds of a step.
         forecast_s: expected seconds of a step.
         lost: fraction of a step that each activity except computing takes, the largest first. Each
             fraction is the median over steps, averaged over ranks.
         link: sentence on the slowest link.
-        slower: the rank that is slowest relative to the measurement at the start; empty if the
-            difference may be noise.
-        slower_times: time of that rank, divided by the time measured at the start.
-        crowd: sentence that gives a reason, if the host of that rank has fewer processors than
-            ranks.
+        slower: name of the rank whose compute time exceeds the measurement at the start by the
+            largest factor; empty if the difference may be noise.
+        slower_times: compute time of the rank ``slower``, divided by the time measured at the
+            start.
+        crowd: sentence that gives the reason, if the host of the rank ``slower`` has fewer
+            processors than ranks.
         grows_mib: memory growth per step in MiB on the rank with the largest growth, if the memory
             grows until the end.
         energy: energy of the GPUs.
@@ -103,7 +105,7 @@ class RunVerdict:
     unit: str
 
     def sentences(self) -> list[str]:
-        """Return the verdict in words, the most important sentence first."""
+        """Return the sentences of the verdict, the most important sentence first."""
         sentences = [self._reached(), self._where_it_went(), self._who_is_slower()]
         sentences += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
@@ -130,7 +132,7 @@ class RunVerdict:
         return f"The run reached {self.fraction:.0%} of the limit, the sum of all devices. {words}."
 
     def _how_far_off(self) -> str:
-        """Return a warning if the forecast, from which advice follows, was far off; else ""."""
+        """Return a warning if the forecast was far off; else "". Advice relies on the forecast."""
         if not (self.step_s and self.forecast_s):
             return ""
         times = self.forecast_s / self.step_s
@@ -155,7 +157,7 @@ class RunVerdict:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict with None in place of NaN and infinities."""
+        """Return the verdict as JSON, with None in place of NaN and infinities."""
         result: dict[str, Any] = finite(asdict(self))
         return result
 
@@ -164,11 +166,11 @@ def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> 
     """Return the verdict on a run from its records.
 
     Only steps of the last launch count, because the plan belongs to that launch. If the launch has
-    no steps, all steps count. The energy is that of all launches.
+    no steps, all steps count. The energy counts all launches.
 
     Args:
         training: records of the run.
-        co2_per_kwh: grams of CO2 per kWh at its location; None: no energy is computed.
+        co2_per_kwh: grams of CO2 per kWh at the location of the hosts; None: no energy is computed.
     """
     energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
     training = training.last_launch() or training
@@ -200,7 +202,7 @@ def _energy(training: Training, co2_per_kwh: float) -> Energy | None:
 
 
 def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
-    """Return True if the forecast was made for the batch size of these steps."""
+    """Return True if the forecast was made for the batch size of the recorded steps."""
     return bool(median(training.values("n_global")) == forecast.get("global_batch"))
 
 
@@ -233,7 +235,10 @@ def _lost(training: Training) -> dict[str, float]:
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
-    """Return for each rank with records the median seconds of these parts of a step together."""
+    """Return, for each rank with records, the median of the sum of some parts of a step.
+
+    The values are in seconds.
+    """
     result = {
         rank: median(np.sum([_read_part(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
@@ -242,7 +247,7 @@ def _took(training: Training, *fields: str) -> dict[int, float]:
 
 
 def _read_part(records: Sequence[JsonDict], field: str) -> Array:
-    """Return the seconds of one part of each step, [steps].
+    """Return the seconds of one part of each step, shape [steps].
 
     A missing ``t_host``, as in older records, is 0.
     """
@@ -251,7 +256,7 @@ def _read_part(records: Sequence[JsonDict], field: str) -> Array:
 
 
 def _slowest(training: Training) -> str:
-    """Return the name of the rank that is ready last, or "the slowest rank"."""
+    """Return the name of the rank that is ready last; "the slowest rank" if unknown."""
     ready = _took(training, "t_data", "t_compute", "t_host")
     if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
         return "the slowest rank"
@@ -264,8 +269,9 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
     If every pass waits for all ranks, as in FSDP, no rank's own time is known.
 
     Returns:
-        The name of the rank, the ratio of its time to the forecast, and a reason if ranks share its
-            processors. The name is empty if no ratio is known, or if the largest may be noise.
+        The name of the rank, the ratio of its time to the forecast, and the reason if ranks share
+        its processors. The name is empty if no ratio is known, or if the largest ratio may be
+        noise.
     """
     foreseen = _foreseen(training, forecast)
     times, excess_s = dict[int, float](), dict[int, float]()
@@ -289,9 +295,9 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
 
 
 def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callable[[float], float]]:
-    """Return for each rank a function from a number of samples to the expected seconds.
+    """Return, for each rank, a function from a number of samples to the expected seconds.
 
-    After a new split, a rank has another number of samples than in the plan.
+    After a new split of the batch, the rank's number of samples differs from the plan.
     """
     plan, tables = training.run.get("plan") or {}, list[SpeedTable]()
     with contextlib.suppress(KeyError, TypeError, ValueError):  # a record of another version
@@ -317,7 +323,7 @@ def _in_proportion(seconds: float, planned: float, samples: float) -> float:
 def _crowd(training: Training, worker: dict[str, Any]) -> str:
     """Return a sentence if a rank without a GPU shares too few processors with other ranks.
 
-    The sentence is empty if there are enough processors.
+    The result is empty if the host has enough processors.
     """
     host = worker.get("host")
     beside = [
@@ -348,7 +354,7 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
 
 
 def _sentence(advice: Advice, unit: str, off: str) -> str:
-    """Return the advice in words, as in ``--wire powersgd:8: about +52%; it is inexact: ...``.
+    """Return a sentence for the user, as in ``--wire powersgd:8: about +52%; it is inexact: ...``.
 
     Args:
         advice: the advice.

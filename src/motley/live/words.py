@@ -1,6 +1,6 @@
-"""The state of a run in words: the headline, events and evaluations, on one line each.
+"""Texts for the user on the state of a run: a headline, events and evaluations, a line each.
 
-The words contain no control characters.
+The texts contain no control characters.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ def part(share: float) -> str:
 
 
 def mapping(about: Mapping[str, Any], name: str) -> JsonDict:
-    """Return the object of this name in run.json; an empty object if it is missing."""
+    """Return the object ``name`` in run.json; an empty object if it is missing."""
     result = about.get(name)
     return result if isinstance(result, dict) else {}
 
@@ -46,7 +46,7 @@ class Event:
     Attributes:
         time: seconds since 1970; None: unknown.
         kind: kind of the event.
-        text: the event in words.
+        text: description of the event for the user.
     """
 
     time: float | None
@@ -55,7 +55,7 @@ class Event:
 
 
 def evaluation(lines: Sequence[JsonDict]) -> str:
-    """Return the last evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
+    """Return a text on the last evaluation, such as ``top1 0.9722, loss 0.1021 (epoch 9)``."""
     if not lines:
         return ""
     parts = [f"{name} {value:.4g}" for name, value in _metrics(lines[-1]).items()]
@@ -63,7 +63,7 @@ def evaluation(lines: Sequence[JsonDict]) -> str:
 
 
 def metric_curves(lines: Sequence[JsonDict]) -> dict[str, tuple[tuple[int, float], ...]]:
-    """Return the pairs of step and value of each metric of some evaluations, by its name."""
+    """Return, for each metric by name, its pairs of step and value in some evaluations."""
     curves: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         step = line.get("step")
@@ -74,7 +74,7 @@ def metric_curves(lines: Sequence[JsonDict]) -> dict[str, tuple[tuple[int, float
 
 
 def _metrics(line: JsonDict) -> dict[str, float]:
-    """Return the metrics of an evaluation, without those of averaged parameters."""
+    """Return the metrics of an evaluation, except metrics of averaged parameters."""
     return {
         name: value for name, value in EpochRecord.read_metrics(line).items()
         if isinstance(value, int | float) and not name.startswith(EMA)
@@ -98,7 +98,7 @@ _SAID = {
 
 
 def event(line: JsonDict) -> Event:
-    """Return a line of events.jsonl in words."""
+    """Return the event in a line of events.jsonl, with its description."""
     kind, when = str(line["event"]), line.get("time")
     text = line.get("text")
     if not isinstance(text, str):
@@ -139,8 +139,8 @@ class Silence:
     """The ranks and hosts of a run whose records are overdue.
 
     Attributes:
-        stalled_s: seconds since any rank wrote a step, if this is unusually long for the run; else
-            None.
+        stalled_s: seconds since any rank wrote a step; None: this time is not unusually long for
+            the run.
         hosts: for each silent host, the seconds since its GPU logger wrote.
         ranks: for each rank that lacks steps that other ranks have written, the seconds since the
             rank's last step.
@@ -159,7 +159,7 @@ class Silence:
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
-    """Return the silent ranks and hosts of a run whose run.json has the status running."""
+    """Return the silent ranks and hosts of a run that has the status ``running``."""
     interval = mapping(followed.about, "config").get("gpu_log_interval")
     interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
     late = _LATE_SAMPLES * interval + _LATE_S
@@ -216,7 +216,7 @@ def headline(
 
 
 def name_rank(followed: RunFollower, rank: int) -> str:
-    """Return the name by which a user knows a rank, as in ``ecetesla3 (rank 3)``."""
+    """Return a rank's name for the user, such as ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
             return f"{plain(worker.get('host'))} (rank {rank})"
@@ -293,7 +293,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 
 
 def _and_for(followed: RunFollower, waits: Waits) -> str:
-    """Return a phrase that names the straggler as a second cause, or an empty string.
+    """Return a phrase that names the straggler as a second cause of waiting; may be empty.
 
     A slow host also makes communication slow.
     """
@@ -305,7 +305,7 @@ def _and_for(followed: RunFollower, waits: Waits) -> str:
 
 
 def _where_input(followed: RunFollower) -> str:
-    """Return the rank that waits longest for its samples, in words, or an empty string."""
+    """Return a phrase that names the rank that waits longest for its samples; may be empty."""
     trains = {worker["rank"] for worker in workers(followed.about)}
     input_s = {
         rank: mean_parts(last_steps(track))[0] or 0.0

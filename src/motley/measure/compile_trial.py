@@ -1,6 +1,7 @@
 """The trial that decides if a model is compiled.
 
-Each GPU's rank times the model with and without compiling, at the sizes that it would use.
+Each rank with a GPU times the model with and without torch.compile, at the micro-batch sizes that
+the plan would use.
 """
 
 import json
@@ -38,11 +39,11 @@ _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took
 
 @dataclass(frozen=True)
 class Promise:
-    """The gain that a rank expects from compiling: the gain of its last trial, or a usual gain.
+    """The gain that a rank expects from torch.compile: the gain of its last trial, or a default.
 
     Attributes:
         gain: fraction of the rank's compute time that compiling saves.
-        cost_s: seconds that compiling and timing take.
+        cost_s: seconds that compiling and timing the model take.
         known: True if the values are from an earlier compilation of this model on this machine.
     """
 
@@ -52,7 +53,7 @@ class Promise:
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
-        """Return the promise that an earlier run has stored, or else the usual promise."""
+        """Return the expected gain that an earlier run has stored, or else the default."""
         try:
             content = json.loads(path.read_text())
             result = cls(float(content["gain"]), float(content["cost_s"]), known=True)
@@ -61,15 +62,15 @@ class Promise:
         return result if result.gain < 1 and 0 <= result.cost_s < math.inf else cls()
 
     def write(self, path: Path) -> None:
-        """Write the promise to a file, for the next run."""
+        """Write the expected gain to a file, for the next run."""
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
 
     def costs_least(self, passes_s: float, kinds: int) -> float:
         """Return the least seconds that compiling and timing can take.
 
-        If an earlier compilation measured the cost, that cost is returned. Otherwise the timed
-        passes are assumed to run at the largest speed-up that compiling may give. Each kind of
-        block is assumed to compile with warm caches.
+        If an earlier compilation measured the cost, that cost is returned. Otherwise the estimate
+        assumes that the timed passes have the largest speed-up that compiling may give, and that
+        each kind of block compiles with warm caches.
 
         Args:
             passes_s: sum of the seconds of one micro-batch of each timed size, without compiling.
@@ -81,13 +82,13 @@ class Promise:
         return self.cost_s if self.known else least_s
 
     def costs(self, passes_s: float, kinds: int, blocks: int = 0) -> float:
-        """Return the expected seconds of compiling and timing: the measured cost, if it is known.
+        """Return the expected seconds of compiling and timing; the measured cost if known.
 
         Args:
             passes_s: as in :meth:`costs_least`.
             kinds: as in :meth:`costs_least`.
-            blocks: number of blocks of a model that is compiled as a whole; 0: it is compiled by
-                blocks.
+            blocks: number of blocks of a model that is compiled as a whole; 0: each block is
+                compiled separately.
         """
         usual_s = PASSES * passes_s + (blocks * _BLOCK_S or kinds * _KIND_S)
         return self.cost_s if self.known else max(self.cost_s, usual_s)
@@ -99,7 +100,10 @@ class Promise:
 
 
 def can_compile(model: TaskModel) -> bool:
-    """Return True if torch can compile here: Triton needs compute capability 7.0."""
+    """Return True if torch can compile the model on its device.
+
+    On a GPU, Triton needs compute capability 7.0.
+    """
     device = next(model.parameters()).device
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
@@ -116,11 +120,11 @@ def count_steps(config: Config, samples: int) -> int:
 
 
 def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s: float) -> bool:
-    """Return True if compiling is expected to save more of a run than it takes. Pure.
+    """Return True if compiling is expected to save more seconds of a run than it takes.
 
     Args:
         counts: samples of each rank in a step.
-        promises: promise of each rank; None: the rank cannot compile.
+        promises: expected gain of each rank; None: the rank cannot compile.
         run_s: seconds of the run without compiling.
     """
     able = [each for each in promises if each is not None]
@@ -132,7 +136,7 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
 
 
 def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -> str:
-    """Return the reason why compiling cannot save time; empty: compiling may save time. Pure.
+    """Return the reason why compiling cannot save time; empty if it may save time.
 
     Args:
         promises: see :func:`is_worth_it`.
@@ -170,8 +174,8 @@ def compile_where_faster(
         wire: cost of an all-reduce.
 
     Returns:
-        The speeds of all ranks, measured with compiled models where these are used, and notes for
-        the user.
+        The speeds of all ranks, and notes for the user. The speed of a rank that uses a compiled
+        model is the speed of that model.
     """
     tables, counts, forecast = split_and_forecast(config.batch_size, speeds, wire)
     own: _Own | None = None
@@ -208,9 +212,9 @@ class _Own:
     """The facts about compiling that a rank sends to the other ranks.
 
     Attributes:
-        file: file in which the promise is stored.
+        file: file in which the expected gain is stored.
         promise: expected gain; None: the rank cannot compile.
-        least_s: least seconds of a trial on this rank; 0: it cannot compile.
+        least_s: least seconds of a trial on this rank; 0: the rank cannot compile.
         steps: steps of the whole run.
         done: steps that earlier launches of the run have done.
     """
@@ -231,7 +235,7 @@ class _Own:
         speed: SpeedTable,
         sizes: set[int],
     ) -> "_Own":
-        """Return the facts of this rank."""
+        """Return the facts about compiling on this rank."""
         promise, least_s = None, 0.0
         if config.compile == "on" or can_compile(model):
             promise = Promise.read(file)
@@ -248,7 +252,7 @@ class _Own:
 def _is_wanted(
     asked: str, told: Sequence[_Own], counts: Sequence[int], step_s: float
 ) -> tuple[bool, str]:
-    """Return True if compiling is to be tried. If not, the second value is a note for the user.
+    """Return True if the ranks should try to compile, and a note for the user if not.
 
     Args:
         asked: value of ``--compile``.
@@ -280,7 +284,7 @@ def _sizes(count: int, grain: int, most: int) -> set[int]:
 def _try(
     model: TaskModel, speed: SpeedTable, sizes: set[int], kept: Path, anyway: bool, is_equal: bool
 ) -> tuple[SpeedTable, str]:
-    """Compile a rank's model, time it, and use it if it is faster.
+    """Compile a rank's model, time it, and keep the compiled model if it is faster.
 
     Args:
         model: the model.

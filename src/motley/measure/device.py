@@ -1,4 +1,4 @@
-"""The speed of a device: its own kernels by precision, and a model by micro-batch."""
+"""The speed of a device: matrix products by precision, and a model by micro-batch size."""
 
 import contextlib
 import statistics
@@ -35,9 +35,9 @@ class KernelSpeed:
 def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> KernelSpeed:
     """Time square matrix products, warm and synchronised, and check their result.
 
-    A real kernel runs, for two reasons. A device may claim to support a precision, and only emulate
-    it. A build that lacks the GPU's architecture passes ``is_available()`` and fails at its first
-    kernel.
+    Only a real kernel shows two problems. A device may claim to support a precision, but emulate
+    it. A torch build that lacks the GPU's architecture passes ``is_available()``, but fails at its
+    first kernel.
 
     Args:
         device: the device.
@@ -84,10 +84,10 @@ def measure_speed(
     make: Callable[[], torch.optim.Optimizer],
     most: int,
 ) -> SpeedTable:
-    """Time the passes of micro-batches of 1, 2, 4, ... samples, and one optimizer step.
+    """Time the passes over micro-batches of 1, 2, 4, ... samples, and one optimizer step.
 
-    A pass is forward and backward. If the task has groups of samples that stay together, the sizes
-    are 1, 2, 4, ... groups.
+    A pass is a forward and a backward pass. If the task has groups of samples that stay together,
+    the sizes are 1, 2, 4, ... groups.
 
     The measurement ends at ``most`` samples, when memory runs out, or when the next size would take
     too long. Larger sizes are timed even if they are no faster, because a longer last backward pass
@@ -96,8 +96,8 @@ def measure_speed(
 
     Args:
         model: the model.
-        make: makes the optimizer. The optimizer takes one step with learning rate 0, so that its
-            state is in memory as in training.
+        make: function that makes the optimizer. The optimizer takes one step with learning rate 0,
+            so that its state is in memory as in training.
         most: largest number of samples.
 
     Raises:
@@ -109,7 +109,7 @@ def measure_speed(
 
 @contextlib.contextmanager
 def _as_it_was(model: TaskModel) -> Iterator[None]:
-    """Restore parameters and random state after the context, and release gradients and memory."""
+    """Restore parameters and random state after the ``with`` block; release gradients."""
     device = next(model.parameters()).device
     random = random_state(device)
     # MADGRAD adds to the rate, and moves at a rate of 0 too.
@@ -131,7 +131,7 @@ def _as_it_was(model: TaskModel) -> Iterator[None]:
 def _measure_speed(
     model: TaskModel, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
 ) -> SpeedTable:
-    """Measure as :func:`measure_speed` describes; the optimizer's memory is freed on return."""
+    """Measure as :func:`measure_speed` does. The optimizer's memory is freed on return."""
     device = next(model.parameters()).device
     optimizer = make()
     for group in optimizer.param_groups:
@@ -194,9 +194,9 @@ def _doubling(most: int) -> Iterator[int]:
 
 
 def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
-    """Return the seconds of a micro-batch, and the peak of memory in MiB (None on a CPU).
+    """Return the seconds of a micro-batch, and the peak memory in MiB (None on a CPU).
 
-    The gradients of the pass stay in memory.
+    Afterwards the gradients of the pass stay in memory.
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -207,7 +207,7 @@ def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
 
 
 def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
-    """Run passes of a micro-batch, one after another, and yield the seconds of each.
+    """Run passes over a micro-batch, one after another, and yield the seconds of each pass.
 
     The first pass may include a warm-up. At most ``count`` passes run, and only as many as the
     caller iterates over. The gradients stay in memory.
@@ -221,7 +221,7 @@ def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
 
 
 def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
-    """Return a function that runs the forward and backward pass of ``size`` noise samples."""
+    """Return a function that runs a forward and backward pass over ``size`` random samples."""
     data = model.noise(size)
 
     def run() -> None:
@@ -233,7 +233,7 @@ def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
 def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) -> float:
     """Return the seconds of an optimizer step that follows a micro-batch.
 
-    While a GPU computes the micro-batch, the step is queued, as in training.
+    The step is queued while a GPU still computes the micro-batch, as in training.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too
@@ -249,7 +249,7 @@ def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) ->
 def _time(
     run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None
 ) -> float:
-    """Return the median seconds of runs after a warm-up. The runs follow each other as in training.
+    """Return the median seconds of an operation after a warm-up. Runs follow each other at once.
 
     Args:
         run: the operation.
@@ -286,7 +286,7 @@ def _fits(
 
     Args:
         sizes: sizes that were measured, in samples.
-        memory: peak of memory at each size, MiB; None: unknown.
+        memory: peak memory at each size, MiB; None: unknown.
         size: samples of the next micro-batch.
         device: the device.
         more: memory that training needs besides the micro-batch, MiB.
@@ -301,12 +301,12 @@ def _fits(
 
 
 def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
-    """Return True if the rest of training fits in memory beside a micro-batch that was timed.
+    """Return True if all other memory of training fits beside a micro-batch that was timed.
 
     Args:
         model: the model.
-        peak: peak of memory in the micro-batch, MiB; None: unknown.
-        rest: memory between two passes, MiB.
+        peak: peak memory in the micro-batch, MiB; None: unknown.
+        rest: memory in use between two passes, MiB.
     """
     if peak is None or not model.held_mib:
         return True

@@ -1,4 +1,4 @@
-"""The speed of links between machines, and of the sum of gradients over all ranks.
+"""The speed of links between machines, and of an all-reduce of gradients over all ranks.
 
 Machines measure their links in pairs over TCP.
 """
@@ -60,8 +60,8 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
 
     Args:
         world: the ranks.
-        seconds: seconds of sending in each direction. 0: send the fewest chunks that show that
-            large messages pass.
+        seconds: seconds of sending in each direction. 0: send only the chunks that are needed to
+            show that large messages pass.
     """
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
@@ -82,14 +82,14 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
 
 
 def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | None:
-    """Return the links of machines whose flows are known; every launched rank calls it.
+    """Return the links of machines from stored flows; every launched rank calls it.
 
     Args:
         world: the ranks.
         flows: flows of an earlier measurement. The speeds of ports are read again.
 
     Returns:
-        The links; None if data no longer passes some connection.
+        The links; None if some connection no longer passes data.
     """
     port = look_at(world.network.interface) if world.first_here else None
     ports = world.allgather(port)
@@ -105,9 +105,9 @@ def _collect_links(
 
 
 class Traffic:
-    """The traffic of other programs through an interface, from the creation to :meth:`read_port`.
+    """A measurement of other programs' traffic, from its creation to :meth:`read_port`.
 
-    No measurement may use the interface meanwhile.
+    Motley itself may send nothing through the network interface in this time.
     """
 
     def __init__(self, interface: str) -> None:
@@ -116,7 +116,7 @@ class Traffic:
         self._start = time.perf_counter()
 
     def read_port(self) -> Port:
-        """Measure for a little longer.
+        """End the measurement, after a little more time.
 
         Return the interface's properties and the traffic of other programs.
         """
@@ -132,7 +132,7 @@ class Traffic:
 
 
 def look_at(interface: str) -> Port:
-    """Return the properties of a network interface, and the name of a faster interface, if any."""
+    """Return the properties of a network interface, and the name of a faster one, if any."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -183,7 +183,7 @@ def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> t
 
 
 def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> None:
-    """Accept a connection that sends the token, receive its data, and send data for ``seconds``."""
+    """Accept a connection with the token, receive its data, and send data for ``seconds``."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -231,9 +231,9 @@ def _send(line: socket.socket, seconds: float) -> None:
 def _receive(line: socket.socket) -> float:
     """Receive the data of :func:`_send`, and return its rate in bytes per second.
 
-    The result is the median of three rates. They are measured from a quarter, three eighths and
-    half of the data on, each until the end. Data that waited while this program was suspended
-    arrives in a burst. A burst at the start of one of the three measurements does not change the
+    The result is the median of three rates. The three measurements start after a quarter, three
+    eighths and half of the data, and last until the end. Data that waited while this program was
+    suspended arrives in a burst. A burst at the start of one measurement does not change the
     median.
     """
     chunk, came = bytearray(_CHUNK), [0.0]
@@ -321,16 +321,16 @@ def _count_bytes(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 
 
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
-    """Return the estimated seconds of the whole gradient, of which a part was sent.
+    """Estimate the seconds of the whole gradient, given the seconds of a part of it.
 
-    The rest is assumed to be as fast as the part without its first piece. During the first piece
-    the pipeline of transfers fills.
+    The estimate assumes that the rest is as fast as the part without its first bytes. During the
+    first bytes, the pipeline of transfers fills.
 
     Args:
-        first: bytes of the first piece.
-        part: bytes of the part that was sent, first piece included.
+        first: number of the first bytes, during which the pipeline fills.
+        part: bytes of the part that was sent, first bytes included.
         whole: bytes of the whole gradient.
-        first_s: measured seconds of the first piece.
+        first_s: measured seconds of the first bytes.
         part_s: measured seconds of the part.
     """
     if part == first:
@@ -339,7 +339,10 @@ def _all_s(first: float, part: float, whole: float, first_s: float, part_s: floa
 
 
 def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
-    """Return the first parameters with at most ``numbers`` values together, but at least two."""
+    """Return the first parameters, with at most ``numbers`` values together.
+
+    At least two parameters are returned.
+    """
     ends = accumulate(parameter.numel() for parameter in parameters)
     return parameters[: max(2, sum(end <= numbers for end in ends))]
 
@@ -382,7 +385,7 @@ def compute_cost(
 
 
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
-    """Return each tensor's fraction of all elements and of all bytes, the last layer's first.
+    """Return each tensor's fraction of all elements and of all bytes, from the last layer on.
 
     See AllReduceCost.tensors.
     """
@@ -393,7 +396,7 @@ def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class _Sender:
-    """A timer of all-reduces of buckets. See :func:`measure_wire`."""
+    """A timer for all-reduces of buckets; see :func:`measure_wire`."""
 
     mode: WireMode
     tries: int
@@ -429,7 +432,7 @@ class _Sender:
         return seconds
 
     def _together_s(self, run: Callable[[], None], whose: dist.ReduceOp.RedOpType) -> float:
-        """Return the median seconds of some tries of an operation of all ranks."""
+        """Run an operation of all ranks a few times, and return the median of its seconds."""
         tries: list[float] = []
         while len(tries) < self.tries and sum(tries) < _ENOUGH_S:
             # All ranks start together.

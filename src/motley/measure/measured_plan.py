@@ -1,7 +1,7 @@
 """The plan from measurements: the hosts that train, the samples of each rank, and the wire mode.
 
-The wire mode is the form in which gradients travel between ranks. The micro-batch sizes of the plan
-are timed. Faster alternatives become advice to the user.
+The wire mode is the form in which gradients travel between ranks. The ranks time the micro-batch
+sizes of the plan. Faster alternatives become advice to the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ def other_engines(
     mode: WireMode,
     traits: EngineTraits,
 ) -> dict[str, Forecast]:
-    """Return forecasts for engines that communicate differently, by their options."""
+    """Return forecasts for other engines, by the options that select them."""
     wire, exact = measured.wires[mode], measured.wires.get(EXACT)
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     through = {
@@ -107,13 +107,14 @@ def refine(
     mode: WireMode = EXACT,
     most: int | None = None,
 ) -> Measured:
-    """Time the micro-batches that the split would use, and split again, a few times.
+    """Time the micro-batch sizes of the split, and split the batch again, a few times.
 
-    A GPU computes in waves of tiles. One more image can cost a whole wave (8 % on a H200), which a
-    straight line between powers of two does not show. If the all-reduce takes a considerable part
-    of the step, a whole share in one micro-batch is timed too, because a longer last backward pass
-    hides more of the all-reduce. If each micro-batch communicates, the fewest micro-batches that
-    memory and ``most`` allow are timed. Every launched rank calls this function.
+    A GPU computes a matrix product in waves of tiles. One more image can need a whole wave more (8
+    % of the time on an H200). Interpolation between powers of two does not show this. If the
+    all-reduce takes a considerable part of the step, a whole share in one micro-batch is timed too,
+    because a longer last backward pass hides more of the all-reduce. If the engine communicates in
+    each micro-batch, the largest size that memory and ``most`` allow is timed too. Every launched
+    rank calls this function.
 
     Args:
         world: the ranks.
@@ -149,13 +150,13 @@ def refine(
 def _with_long(
     model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
 ) -> SpeedTable:
-    """Return the speed with the time of the longest useful micro-batch of the share added.
+    """Return the speed with one more timed size: the largest useful micro-batch of the share.
 
     Args:
         model: the model.
         speed: speed of this rank.
         own: samples that this rank takes in a step.
-        most: largest number of samples in a micro-batch; None: no limit but memory.
+        most: largest number of samples in a micro-batch; None: only memory limits the size.
         wire: cost of an all-reduce.
     """
     is_cpu = next(model.parameters()).device.type == "cpu"
@@ -186,7 +187,7 @@ def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the measurements and forecasts that it was made from.
+    """A plan, with the measurements and forecasts from which it was made.
 
     Attributes:
         plan: the plan.
@@ -197,10 +198,9 @@ class Planned:
         others: forecasts of alternatives with the same batch, by the options that select them.
         advice: faster options for the user; may be empty.
         links: links between all machines, left-out machines included; None if not measured.
-        memory: measurements of links and wire modes, to be stored for the next run; None: none are
-            stored.
-        foreseen: estimated memory of each rank, for a model of which no rank holds all parameters;
-            None for any other model.
+        memory: measurements of links and wire modes to store for the next run; None: store nothing.
+        foreseen: estimated memory of each rank, if the parameters are sharded; None if each rank
+            holds all parameters.
     """
 
     plan: Plan
@@ -214,11 +214,11 @@ class Planned:
     foreseen: Foreseen | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
-        """Return True if a rank's model is compiled, as its trial or ``--compile`` has decided."""
+        """Return True if a rank's model is compiled, after a trial or by ``--compile``."""
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
-        """Return the plan, with a note on the disadvantage of its wire mode as the first advice."""
+        """Return the plan with a note on its wire mode's disadvantage as the first advice."""
         text = Advice(f"--wire {mode}: {mode.price}")
         return replace(self, advice=(text, *self.advice))
 
@@ -255,7 +255,7 @@ def measure_and_plan(
     traits: EngineTraits,
     asked: WireMode | None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Measure, and decide which ranks train and how many samples each takes.
+    """Measure speeds and links, and decide which ranks train with how many samples.
 
     Every launched rank calls this function.
 
@@ -307,14 +307,14 @@ def measure_and_plan(
 
 
 def _reads_images(config: Config) -> bool:
-    """Return True if the samples are files of images in a folder."""
+    """Return True if the samples are image files in a folder."""
     return getattr(get_task(config), "dataset", "") == "folder"
 
 
 def _without_others(
     job: _Job, measured: Measured, choice: Choice, mode: WireMode
 ) -> tuple[_Job, Measured, WireMode]:
-    """Return the chosen ranks alone, with their measurements and wire mode."""
+    """Return the job, the measurements and the wire mode for the chosen ranks alone."""
     group = shrink_group(job.world, job.group, *_stay(job.world, job.group, measured, choice))
     mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
     job = replace(job, group=group, model=job.model if group.rank is not None else None)
@@ -331,7 +331,7 @@ def _refined(job: _Job, measured: Measured, mode: WireMode) -> Measured:
 
 
 def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, tuple[str, ...]]:
-    """Return the measurements after compiling where that is faster, and notes for the user."""
+    """Compile models where this is faster; return the new measurements, and notes for the user."""
     if not (job.traits.compiles or job.config.compile == "on"):
         return measured, ()
     speeds, notes = compile_where_faster(
@@ -350,8 +350,8 @@ def _measure(
     """Measure all inputs of a plan, and choose the ranks and the wire mode.
 
     Returns:
-        The measurements. For each wire mode, the ranks that should train. The chosen mode. The
-        measured links and wire modes, to be stored for the next run.
+        Four values: the measurements, the ranks that should train for each wire mode, the chosen
+        wire mode, and the measured links and wire modes to store for the next run.
     """
     world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
@@ -387,10 +387,10 @@ def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measure
 def _beside(
     planned: Planned, options: Mapping[WireMode, Choice], mode: WireMode, choice: Choice
 ) -> Planned:
-    """Return the plan with forecasts of its alternatives, and with the limit of all machines.
+    """Return the plan with forecasts of its alternatives, and with the ideal step of all machines.
 
-    The limit is the time of a step in which no rank waits and no data is sent. The limit includes
-    the left-out machines.
+    In the ideal step, no rank waits and no data is sent. All machines take part, including left-out
+    machines.
     """
     others = {
         f"--wire {other}": result.chosen for other, result in options.items() if other != mode
@@ -404,9 +404,9 @@ def _beside(
 
 
 def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
-    """Return for each measured wire mode the ranks that should train.
+    """Return, for each measured wire mode, the ranks that should train.
 
-    Only rank 0 computes them, because ranks may share processors.
+    Only rank 0 computes the result, because ranks may share processors.
     """
     world, config, machines = job.world, job.config, job.group.machines(job.world)
     # The first rank that trains reads and writes checkpoints, and MASTER_ADDR is its host.
@@ -430,7 +430,7 @@ def _best_mode(
 ) -> WireMode:
     """Return the wire mode of a plan.
 
-    Modes are tried in this order: exact; exact with little traffic over a slow link; rounded;
+    Modes are considered in this order: exact, exact with little traffic over a slow link, rounded,
     rounded with little traffic over a slow link. A later mode is chosen only if it is faster by
     more than the error of the clocks.
     """
@@ -448,7 +448,7 @@ def _best_mode(
 def _stay(
     world: World, group: ProcessGroup, measured: Measured, choice: Choice
 ) -> tuple[set[int], dict[int, str]]:
-    """Return the ranks with which a step is shortest, and each rank's reason to be left out."""
+    """Return the set of ranks that makes a step shortest, and the reasons to leave out others."""
     stay = [group.workers[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (

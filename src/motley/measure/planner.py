@@ -1,7 +1,7 @@
-"""The planner: opens the data, builds the model, and makes the plan.
+"""The planner, which opens the data, builds the model, and makes the plan.
 
-A model that cannot fit in memory is refused. The plan comes from ``--shares``, from the continued
-run, or from measurements.
+The planner refuses a model that cannot fit in memory. The plan comes from ``--shares``, from the
+run to continue, or from measurements.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,7 +68,7 @@ def prepare(
 def narrow_type(
     task: Task, precisions: Collection[str], traits: EngineTraits
 ) -> torch.dtype | None:
-    """Return the 16-bit dtype in which an engine gathers parameters; None: it gathers in fp32."""
+    """Return the 16-bit dtype in which an engine gathers parameters; None means fp32."""
     return common_type(task, precisions) if traits.narrow_parameters else None
 
 
@@ -205,11 +205,11 @@ def open_model(
     Args:
         group: process group of the ranks.
         config: the options.
-        make: makes the module around the network.
-        traits: traits of the engine that is to train the model; None: the model is only measured.
+        make: function that makes the module around the network.
+        traits: traits of the engine that will train the model; None: the model is only measured.
 
     Raises:
-        MotleyError: the task has an error, or the model cannot fit.
+        MotleyError: the task has an error, or the model does not fit in memory.
     """
     if group.rank is None:
         return None
@@ -242,7 +242,7 @@ def plan_batch(
     config: Config,
     traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Plan how many samples of each global batch every rank takes. Every launched rank calls it.
+    """Plan the number of samples that each rank takes. Every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -285,7 +285,7 @@ def plan_batch(
 
 
 def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
-    """Plan on all ranks; nothing is trained.
+    """Make a plan on all ranks, without training.
 
     Returns:
         The ranks that would train, and their plan.
@@ -307,7 +307,7 @@ def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
 
 
 def check_grain(task: Task, batch_size: int, ranks: int) -> int:
-    """Return the number of a task's samples that stay together.
+    """Return the number of samples of a task that stay together in one micro-batch.
 
     Args:
         task: the task.
@@ -315,7 +315,7 @@ def check_grain(task: Task, batch_size: int, ranks: int) -> int:
         ranks: number of ranks. Each rank needs at least one group of samples.
 
     Raises:
-        MotleyError: the batch size is no multiple of that number.
+        MotleyError: the batch size is no multiple of the number.
     """
     grain = task.grain
     for global_batch in make_ramp(batch_size).batches():
@@ -332,7 +332,7 @@ def check_grain(task: Task, batch_size: int, ranks: int) -> int:
 
 
 def _other_group(task: Task, batch_size: int, ranks: int) -> str:
-    """Return a phrase on a ``--bn-group`` that divides the batch; empty if there is none."""
+    """Return a phrase that suggests a ``--bn-group`` that divides the batch; may be empty."""
     if "--bn-group" not in task.grain_is:
         return ""
     most = min(task.grain, batch_size // ranks)
@@ -379,7 +379,7 @@ def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
 def _plan_before(
     world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
-    """Return the first plan of the run that is continued, and its ranks, if they still apply.
+    """Return the first plan of the run to continue, and its ranks, if they still apply.
 
     The result is None if the ranks, the options or the engine differ. With the same plan the resume
     is bit-exact. A run that changed its plan on the way does not resume bit-exactly.

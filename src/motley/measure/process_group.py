@@ -1,4 +1,4 @@
-"""The ranks that train: the device, precision and cores of each, and which ranks take part."""
+"""The process group of the ranks that train, with each rank's device, precision and cores."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ _FASTER = 1.3  # least speed relative to fp32 for which a lower precision is wor
 
 
 def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
-    """Return the workers with these numbers in the launch, renumbered for the process group."""
+    """Return the workers whose numbers in the launch are in ``ranks``, with new group numbers."""
     staying = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(staying))
 
@@ -59,7 +59,7 @@ def bind_to_device(world: World, device: torch.device) -> str:
 
 
 def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
-    """Return this rank with its device, and a precision for which the device has kernels.
+    """Return this rank with its device, and with a precision that works on the device.
 
     Args:
         own: this rank.
@@ -67,7 +67,7 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
         wanted: a value of ``--precision`` for one rank: the name of a precision, or auto.
 
     Raises:
-        MotleyError: there is no kernel for the precision that the user wants.
+        MotleyError: the device has no kernel for the precision that the user wants.
     """
     name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":
@@ -101,13 +101,13 @@ def promised_precision(device: torch.device) -> tuple[str, str]:
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
-    """Return the promised precision if a real kernel is fast in it, else fp32, with the reason.
+    """Return the precision if a real kernel is fast in it, else fp32; and the reason.
 
     A device may claim to support a precision, and emulate it more slowly than fp32.
 
     Args:
-        precision: the promised precision.
-        why: the reason for the promise.
+        precision: precision in which a device of this type should be fast.
+        why: reason why the device should be fast in this precision.
         device: the device.
     """
     if precision == "fp32":
@@ -126,12 +126,12 @@ _TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """All ranks that train, seen from one launched rank.
+    """The process group of all ranks that train, on one launched rank.
 
     Attributes:
         rank: this rank's number in the process group; None if it is left out.
         workers: facts of each rank that trains, by its number in the group.
-        left_out: launched ranks that compute nothing, with the reasons.
+        left_out: launched ranks that do not train, with the reasons.
         device: device of this rank.
         backend: nccl or gloo.
     """
@@ -156,20 +156,20 @@ class ProcessGroup:
     def is_mixed(self) -> bool:
         """True if some ranks have a GPU and some have none, or if GPUs are of two makers.
 
-        In such a group no backend can send tensors from the memory of every device.
+        No backend can send tensors from the memory of every device of such a group.
         """
         return len({worker.maker for worker in self.workers}) > 1
 
     @property
     def kinds(self) -> str:
-        """Kinds of devices, in words."""
+        """Text that names the kinds of devices."""
         makers = sorted({worker.maker for worker in self.workers})
         if len(makers) < 3 and "" in makers:
             return "GPUs and CPUs"
         return " and ".join(f"{maker} GPUs" if maker else "CPUs" for maker in makers[::-1])
 
     def ranks(self, world: World) -> list[int]:
-        """Return for each worker its number among the surviving ranks of the launch."""
+        """Return each worker's number among the surviving ranks of the launch."""
         return [world.numbers.index(worker.rank) for worker in self.workers]
 
     def machines(self, world: World) -> list[int]:
@@ -187,7 +187,7 @@ class ProcessGroup:
         ]
 
     def without_lost(self, numbers: Collection[int]) -> "ProcessGroup":
-        """Return the group of the surviving ranks, which they have not joined yet.
+        """Return a description of the group of the surviving ranks, before they join it.
 
         Args:
             numbers: numbers of the surviving ranks in the launch.
@@ -338,15 +338,15 @@ def gpu_logger(
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the lowest rank of this machine logs the machine's GPUs.
+    """Return a context manager in which this machine's lowest rank logs the machine's GPUs.
 
-    On other ranks the context does nothing.
+    On other ranks the context manager does nothing.
 
     Args:
         world: the ranks.
         group: process group of the ranks that train.
         folder: folder of the run.
-        progress: returns the position of the training.
+        progress: function that returns the position of the training.
         interval: seconds between samples.
     """
     if not world.first_here:

@@ -49,11 +49,12 @@ _MOST = 16  # loader processes of a rank
 def with_reading(
     speed: SpeedTable, samples: Samples, config: Config, device: torch.device
 ) -> SpeedTable:
-    """Return a rank's speed with the time to read samples.
+    """Measure the time to read a sample, and return the rank's speed with this time.
 
-    All ranks of a host call this function at once, as they read at once in training.
+    All ranks of a host call this function at the same time, as they read at the same time in
+    training.
 
-    Samples that are in memory are not timed, since reading them takes hardly any time.
+    Samples in memory are not timed, since reading them takes hardly any time.
     """
     samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
@@ -101,7 +102,7 @@ def _with_readers(
 
 
 def _at_once(readers: int, device: torch.device) -> float:
-    """Return how many of a rank's loader processes have a core of their own."""
+    """Return the number of a rank's loader processes that can run at the same time."""
     if not readers:
         return 1.0
     spare = _spare(device)
@@ -139,7 +140,7 @@ def time_reading(samples: Samples, seed: int) -> float:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Let torch use ``number`` threads in the context."""
+    """Let torch use ``number`` threads in the ``with`` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -162,7 +163,7 @@ class Measured:
         wires: cost of the measured wire modes; EXACT is always among them.
         links: links between machines; None if there is only one machine.
         figures: measured links and wire modes, in the form that is stored for the next run; None:
-            none were measured.
+            nothing was measured.
     """
 
     speeds: tuple[SpeedTable, ...]
@@ -265,8 +266,8 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
     Args:
         world: the ranks.
         traffic: see :func:`measure_links`.
-        again: True: if messages do not pass, measure once more before the error. False after stored
-            links have failed, since that was the first try.
+        again: True: if messages do not pass, measure once more before raising the error. False:
+            raise the error at once, because stored links have already failed.
     """
     links = measure_links(world, traffic)
     if again and links.broken():
@@ -283,7 +284,7 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
 def _other_modes(
     group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, slow: int | None
 ) -> list[WireMode]:
-    """Return the modes, besides plain exact, that the plan may use or advise.
+    """Return the wire modes that the plan may use or advise, except the plain exact mode.
 
     Args:
         group: process group of the ranks.
@@ -291,7 +292,8 @@ def _other_modes(
         traits: traits of the engine.
         part: seconds of the exact all-reduce, divided by the seconds of a step without
             communication.
-        slow: the rank behind a slow link, over which modes may send less; None: no such rank.
+        slow: the rank whose link is slow. Some modes send less over this link. None: no link is
+            slow.
     """
     if group.size == 1:
         return []
@@ -308,10 +310,11 @@ def _other_modes(
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Return True if a plan may use a mode without asking the user.
+    """Return True if a plan may use a wire mode without asking the user.
 
-    A plan may use the mode that the user wants, and otherwise one that costs no accuracy. The plan
-    itself decides whether less is sent over a slow link.
+    A plan may use the mode that the user wants. If the user wants none, a plan may use a mode that
+    costs no accuracy. Both forms of a mode are allowed, with and without less traffic over a slow
+    link.
 
     Args:
         mode: the wire mode.
@@ -333,7 +336,7 @@ def measure_wires(
     remembered: WireFigures | None = None,
     tries: int = TRIES,
 ) -> dict[WireMode, AllReduceCost]:
-    """Measure the all-reduce of all gradients in these modes; every launched rank calls it.
+    """Measure the all-reduce of all gradients in some wire modes; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -374,14 +377,14 @@ def measure_wires(
 
 
 def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:
-    """Return True if a backward pass can hide the all-reduce, given an engine that supports it."""
+    """Return True if a backward pass can hide the all-reduce on these devices."""
     # For ranks on the cores of one machine, 8 buckets made a step a third longer than one bucket.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
     return apart and not (wire.on_gpu and mode.waits_for_gpu)
 
 
 def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
-    """Return the rank behind a link that is far slower than all other links, or None.
+    """Return the rank whose link is far slower than all other links, or None.
 
     Args:
         machines: machine of each rank, by number.
@@ -393,9 +396,9 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 
 
 def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
-    """Return the speeds, where all CPU ranks of one machine get the median of their speeds.
+    """Return the speeds, with their median for all CPU ranks of one machine.
 
-    CPU ranks share the machine's cores, and noise must not give them different shares.
+    CPU ranks share the machine's cores. Noise must not give these ranks different shares.
     """
     groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
@@ -407,7 +410,7 @@ def equalise_speeds(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[
 
 
 def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
-    """Return the median of speed tables, for the sizes that all tables have."""
+    """Return the median of several speed tables, for the sizes that all tables have."""
     tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
     sizes = sorted(set(tables[0]).intersection(*tables[1:]))
     return SpeedTable(

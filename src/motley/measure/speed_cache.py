@@ -1,10 +1,10 @@
 """Measured speeds of ranks, links and wire modes, stored on disk by an earlier run.
 
-A speed is used again only if the devices and hosts are those of the earlier run.
+A stored speed is used only if the devices and hosts are the same as in the earlier run.
 
-Stored speeds of links and wire modes are removed from the disk when they are read. A run writes
-them back once its first steps took the predicted time (motley.train.recorder). If steps take
-another time, or the job ends before that, the next start measures again.
+Stored speeds of links and wire modes are removed from the disk when they are read. A run stores
+them again if its first steps take the predicted time (motley.train.recorder). If the steps take
+another time, or the job ends earlier, the next start measures again.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _TELLS = 0.7  # part of the best rate from which a micro-batch shows the time pe
 def measure_own_speed(
     group: ProcessGroup, model: TaskModel, config: Config, shards: int
 ) -> SpeedTable:
-    """Return this rank's speed: the stored one if the device is still as fast, else a measured one.
+    """Return this rank's stored speed if the device is still as fast; else measure the speed.
 
     Args:
         group: process group of the ranks.
@@ -86,8 +86,8 @@ def measure_own_speed(
 def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> bool:
     """Return True if the device is about as fast as the stored speed.
 
-    Other processes that start beside this rank can disturb a check of a few milliseconds. One
-    undisturbed check is therefore enough.
+    Each check takes a few milliseconds, and other processes may disturb it. One of several checks
+    at the stored speed is therefore enough.
     """
     size, most = speed.sizes[0], speed.micro_batch
     if device.type == "cpu":  # on a GPU the largest size also shows if memory still suffices
@@ -103,9 +103,9 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
-    """Return the speed with these sizes added to its table.
+    """Time further micro-batch sizes, and return the speed with these sizes.
 
-    Sizes that exceed memory are left out.
+    Sizes that do not fit in memory are left out.
     """
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
@@ -139,7 +139,10 @@ def compile_file(group: ProcessGroup, config: Config) -> Path:
 
 
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
-    """Return the file for a rank's speed, and a key with all facts on which the speed depends."""
+    """Return the path of the file for a rank's speed, and the key of the speed.
+
+    The key holds all facts on which the speed depends.
+    """
     assert group.rank is not None
     own, task = group.workers[group.rank], get_task(config)
     here = sum(worker.host == own.host for worker in group.workers)
@@ -154,7 +157,7 @@ def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict
 
 
 def compute_digest(content: object) -> str:
-    """Return the hash of a JSON value, whatever the order of its keys."""
+    """Return the hash of a JSON value. The order of keys does not change the hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,15 +189,15 @@ class WireFigures:
     """The measured speeds of links and wire modes between hosts.
 
     Attributes:
-        flows: measured flow, by the pair of sending and receiving machine; empty if there is one
+        flows: measured flow, by the pair of sending and receiving machine; empty for a single
             machine.
         wires: ``latency_s`` and ``transfer_s`` of :class:`~motley.plan.wire.AllReduceCost`, by wire
             mode.
         measured: time of the oldest measurement, in seconds since 1970.
-        steps_took: duration of the first steps of the measuring run, divided by the forecast from
-            these speeds. The ratio may differ from 1, since a forecast does not include other work
-            of a machine.
-        fewer: cost of the exact mode without the rank behind a slow link; None: not measured.
+        steps_took: duration of the first steps of the run that measured the speeds, divided by
+            their forecast. The ratio may differ from 1, since a forecast does not include other
+            work of a machine.
+        fewer: cost of the exact mode without the rank whose link is slow; None: not measured.
     """
 
     flows: Mapping[tuple[int, int], Flow] = field(default_factory=dict)
@@ -303,7 +306,7 @@ class WireCache:
 def wire_cache(
     world: World, group: ProcessGroup, model: TaskModel | None, asked: WireMode | None
 ) -> WireCache:
-    """Return the file for the measured speeds of these hosts' links; every launched rank calls it.
+    """Return the file for the speeds of these hosts' links; every launched rank calls it.
 
     Args:
         world: the ranks.
@@ -337,7 +340,7 @@ def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures |
 
 @dataclass(frozen=True)
 class WireMemory:
-    """The measured link speeds behind a plan, to be stored once the first steps confirm them.
+    """The measured link speeds of a plan, which are stored once the first steps confirm them.
 
     Attributes:
         cache: the file in which to store the speeds.
@@ -350,7 +353,7 @@ class WireMemory:
     is_old: bool
 
     def keep(self, steps_took: float) -> None:
-        """Store the speeds, on the first rank that trains.
+        """Store the speeds on the disk of the first rank that trains.
 
         For the argument see :attr:`WireFigures.steps_took`.
         """

@@ -1,1 +1,1 @@
-"""The members of a job: which ranks live, how the loss of a rank is handled, how hosts return."""
+"""The ranks of a job: detection of lost ranks, recovery after a loss, and hosts that return."""

@@ -1,16 +1,17 @@
-"""The mark of a machine that takes part in no training for now.
+"""A file that marks a machine as away: the machine takes part in no training for now.
 
-The user of the machine sets the mark. The machine also sets it automatically while another user
-is at its console, or runs a process on its GPU.
+A Motley user sets the mark by a command. With ``--polite``, Motley sets the mark while another user
+is at the machine's console, or runs a process on its GPU.
 
-The mark is a small file in a folder of this user's on this machine, outside of any run. The mark
-holds for all runs, and any login of this user can set it:
+The file is in a folder of this user's on this machine, outside of any run. The mark holds for all
+runs of this user:
 
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
 
 A mark is valid until its time is over, setup/join_cn.sh removes it, or the machine reboots. A file
-counts only if this user owns it and no other user may write to it; symbolic links are not followed.
+is ignored unless this user owns it and no other user may write to it. Symbolic links are not
+followed.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint",
 
 
 def find_other_user() -> str:
-    """Return a phrase that names another user who needs this machine; empty: no other user does."""
+    """Return a phrase that names another user who needs this machine; empty if no user does."""
     return _at_console() or _on_gpu()
 
 
@@ -55,7 +56,7 @@ def _at_console() -> str:
 
 
 def _active(session: dict[str, str]) -> str:
-    """Return the name of a session's user who is at the machine now, else an empty string."""
+    """Return the user of a login session if the user is at the machine now, else ""."""
     is_person = session.get("Class") == "user" and session.get("Seat")
     here = is_person and session.get("Active") == "yes" and session.get("Remote") == "no"
     idle = "yes" in (session.get("IdleHint"), session.get("LockedHint"))
@@ -103,9 +104,9 @@ class Away:
 
     Attributes:
         since: start of the mark, in seconds since 1970, by the machine's own clock.
-        until: end of the mark, by the same clock; None: no end.
-        polite: for a machine that leaves automatically, a phrase that names the other user of the
-            machine; empty if this user's command set the mark.
+        until: end of the mark, in seconds since 1970, by the same clock; None: no end.
+        polite: phrase that names the other user, if the machine left automatically. Empty if a
+            command of this user's set the mark.
         boot: identity of the boot in which the mark was set.
     """
 
@@ -170,7 +171,7 @@ def mark_away(seconds: float | None, polite: str = "") -> Away:
 
 
 def remove_mark() -> None:
-    """Remove this machine's mark of absence, if it has one, so that it takes part again."""
+    """Remove this machine's mark of absence, if any. The machine then takes part again."""
     with contextlib.suppress(FileNotFoundError), _folder(make=False) as folder:
         os.unlink(_name(), dir_fd=folder)
 
@@ -191,7 +192,7 @@ def _folder(make: bool) -> Iterator[int]:
         make: True: create the folder if it is missing.
 
     Raises:
-        FileNotFoundError: there is no folder.
+        FileNotFoundError: the folder does not exist.
         MotleyError: this user does not own the folder, or others may write to it.
     """
     if make:
@@ -230,7 +231,7 @@ def _read(folder: int) -> Away:
     """Read the mark file in an open folder.
 
     Raises:
-        FileNotFoundError: there is no mark.
+        FileNotFoundError: the mark file does not exist.
         MotleyError: the file is damaged, or other users may write to it.
     """
     try:

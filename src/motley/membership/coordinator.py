@@ -3,9 +3,9 @@
 The coordinator decides which rank failed first. The surviving ranks continue without that rank, or
 the job ends and prints one line.
 
-A job ends in this order: the coordinator records and prints the first cause, has a rank save the
-common state, and orders all ranks to end. A separate thread writes to disk, so that a slow disk
-delays no heartbeat.
+At the end of a failed job, the coordinator records and prints the first cause. Then it has a rank
+save the training state, and orders all ranks to end. A separate thread writes to disk, so that a
+slow disk delays no heartbeat.
 
 The user stops a job by a signal to the launcher, which forwards the signal to all ranks at once, or
 by a signal to one rank.
@@ -58,10 +58,10 @@ from motley.membership.survivors import RegroupState
 
 
 class BackgroundWriter:
-    """A thread that runs functions, one after another.
+    """A thread that runs functions one after another, such as writes to a disk.
 
     Attributes:
-        error: the first error that a function raised; None: there was none.
+        error: the first error that a function raised; None if no function raised one.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class BackgroundWriter:
         self._queue.put(work)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all queued functions have run; return True if they have.
+        """Wait until all queued functions have run. Return False after ``timeout_s``.
 
         Args:
             timeout_s: seconds to wait at most; None: no limit.
@@ -110,13 +110,13 @@ _LOST = (FaultKind.KILLED, FaultKind.HOST_LOST, FaultKind.LINK_LOST)
 
 
 class JobEnd:
-    """The end of a job, run by the watching thread of rank 0.
+    """The steps that end a job after a fault, run by the watching thread of rank 0.
 
     Args:
         own: state of this rank.
         writer: the thread that writes records.
-        on_fault: records the first cause.
-        tell_all: sends a message to all other ranks.
+        on_fault: function that records the first cause.
+        tell_all: function that sends a message to all other ranks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class JobEnd:
         """Record and print the first cause, and end all ranks.
 
         Args:
-            fault: the first cause.
+            fault: the fault that caused the end of the job.
             phases: last phase that each rank reported, by the rank's number in the launch.
             others: status of every rank but 0, by the connection to the rank.
         """
@@ -158,7 +158,7 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """Return the fault of the rank's host if the launcher lost the host, else ``fault``."""
+        """Return the fault of a lost host if the launcher lost the rank's host, else ``fault``."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -183,19 +183,19 @@ _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 
 
 class Coordinator:
-    """The watching thread of rank 0.
+    """The thread of rank 0 that watches all ranks.
 
-    Another thread writes records, so this one never waits for a disk.
+    Another thread writes records, so that this thread never waits for a disk.
 
     Args:
         own: state of this rank.
         handshakes: receiver of the connections of all other ranks.
         writer: the thread that writes records.
-        on_fault: records the first cause.
-        on_event: records an event that a rank reports.
+        on_fault: function that records the first cause.
+        on_event: function that records an event that a rank reports.
         standby: the rank that takes over when rank 0 fails.
         regrouping: the lost ranks, and the ranks that are ready to continue without them.
-        lost: the fault of the former rank 0, if this rank replaces it; else None.
+        lost: fault of the former rank 0 if this rank replaces it; None at the start of a job.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Coordinator:
 
     @property
     def lines(self) -> list[socket.socket]:
-        """All connections: to ranks, to reapers of lost ranks, and those still in the handshake.
+        """All connections: to ranks, to reapers of lost ranks, and to senders in the handshake.
 
         A reaper is a process that remains on a host after the host's rank has died.
         """
@@ -236,8 +236,8 @@ class Coordinator:
     def run(self) -> None:
         """Watch until all ranks are done.
 
-        If a rank fails and the other ranks cannot continue without it, this process and the job
-        end.
+        If a rank fails and the other ranks cannot continue without it, this method ends the process
+        and the job.
         """
         own = self._own
         self._selector.register(own.outbox.wake_read, selectors.EVENT_READ)
@@ -279,10 +279,10 @@ class Coordinator:
                 time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.place.size))
 
     def _welcome(self, new: Arrival, now: float) -> None:
-        """Accept a connection: from a rank, or from the reaper of a lost rank.
+        """Store a new connection, from a rank or from the reaper of a lost rank.
 
         Args:
-            new: the connection. A negative rank ~K stands for the reaper of rank K, the process
+            new: the connection. Its rank is ~K (negative) for the reaper of rank K, the process
                 that reports that the host of the dead rank K lives.
             now: time of arrival, in seconds that this process was awake.
         """
@@ -315,7 +315,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _watch_crash_file(self) -> None:
-        """Have this rank's fault handler write to the standby rank, which then reports a crash."""
+        """Let this rank's fault handler write to the standby, the rank that reports a crash."""
         for line, status in self._others.items():
             if status.rank == self._standby:
                 self._to_standby = line
@@ -344,7 +344,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _all_done(self) -> bool:
-        """Return True if all ranks are done. The check stops at the first rank that is not."""
+        """Return True if all ranks are done."""
         whole = len(self._others) + 1 == self._own.place.size
         return whole and self._me.done and all(status.done for status in self._others.values())
 
@@ -375,7 +375,7 @@ class Coordinator:
                 self._lose(status.rank, make_death_fault(status.number, status.host, step, text))
 
     def _lose(self, rank: int, fault: Fault) -> None:
-        """Have the survivors continue without a lost rank if they can; else end the job.
+        """Let the survivors continue without a lost rank if they can; else end the job.
 
         Args:
             rank: number of the lost rank in the present group.
@@ -389,7 +389,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _await_others(self, fault: Fault) -> None:
-        """Continue without the former rank 0 once all other ranks have connected to this one.
+        """Continue without the former rank 0 once all other ranks are connected to this rank.
 
         The job ends if a rank has not connected within ``ARRIVE_S``.
 
@@ -404,7 +404,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _handle(self, status: RankStatus, message: Message | None) -> None:
-        """Act on a message. Messages from before the last regroup are dropped."""
+        """Act on a message. Drop messages that a rank sent before the last regroup."""
         if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):
@@ -495,7 +495,7 @@ class Coordinator:
     }
 
     def _pause_all(self) -> None:
-        """Have all ranks stop before the same step, once each has reported its current step."""
+        """Stop all ranks before the same step, once each rank has reported its current step."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
         self._broadcast(PauseBefore(self._pause.at))
@@ -504,14 +504,13 @@ class Coordinator:
     def _last_step(self) -> int | None:
         """Return the current step of the training, or None before step 1.
 
-        Rank 0 itself may take no part in the training; then the highest step of any rank is
-        returned.
+        If rank 0 does not train, return the highest step of any rank.
         """
         steps = [s.heartbeat.step for s in self._statuses() if s.heartbeat.step is not None]
         return self._own.step if self._own.step is not None else max(steps, default=None)
 
     def _suspect(self, fault: Fault, within_s: float) -> None:
-        """Blame ``fault`` unless a better cause is reported within ``within_s`` seconds."""
+        """End the job with ``fault`` unless a better cause comes within ``within_s`` seconds."""
         if self._regroup.is_running and not fault.signal:
             return  # the lost rank is the cause
         fault = self._cause.suspect(fault, within_s)

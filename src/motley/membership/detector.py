@@ -6,10 +6,10 @@ progress, the job hangs. ``motley watch`` shows silent ranks, and the straggler 
 for, long before rank 0 reports a fault.
 
 A faulty switch port, a wrong route or a firewall may separate two hosts while rank 0 receives from
-both. Then no rank is silent, but all ranks wait for one another: in a collective, at the end of an
-epoch, or at the start. TCP retransmits data that the peer has not acknowledged, and the kernel
-records the time since the last answer. If the peer's process is only busy or stopped, the peer's
-kernel still acknowledges data.
+both hosts. Then no rank is silent, but all ranks wait for one another: in a collective, at the end
+of an epoch, or at the start. This module finds such a link by TCP: TCP retransmits data that the
+peer has not acknowledged, and the kernel records the time since the last answer. The kernel of a
+peer acknowledges data even if the peer's process is busy or stopped.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ DATA = None  # a download may take any time
 
 
 def step_timeout_s(usual: float) -> float:
-    """Return the seconds within which some rank should make progress during a step.
+    """Return the seconds after which a step without progress of any rank counts as stuck.
 
     Args:
         usual: usual duration of a step in seconds.
@@ -80,8 +80,8 @@ def heartbeat_interval_s(size: int) -> float:
 class AwakeClock:
     """A clock that counts only the seconds in which this process was awake.
 
-    A frozen process receives nothing, so the time in which it was frozen is no evidence of a
-    silence.
+    A frozen process receives nothing. The time in which it was frozen therefore does not show that
+    another rank was silent.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class AwakeClock:
     def look(self) -> float:
         """Advance the clock, and return the seconds that this process was awake.
 
-        Call this method about every HEARTBEAT_INTERVAL_S. A longer gap counts as four intervals at
-        most.
+        Call this method about every HEARTBEAT_INTERVAL_S seconds. A longer gap between two calls
+        counts as four intervals at most.
         """
         now = time.monotonic()
         self.seconds += min(now - self._last, 4 * HEARTBEAT_INTERVAL_S)
@@ -108,8 +108,9 @@ class Heartbeat:
         step: current step of the rank; None before step 1.
         phase: phase of the rank.
         moves: a counter that grows whenever the rank makes progress.
-        timeout_s: seconds in which some rank should make progress; None where that is unknown.
-        detail: words that describe the phase more exactly; empty if there are none.
+        timeout_s: seconds in which at least one rank should make progress; None if no limit is
+            known.
+        detail: words that describe the phase more exactly; may be empty.
         unanswered: addresses of machines that acknowledge nothing that this rank sends.
     """
 
@@ -122,7 +123,7 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """Phase of the rank, in words."""
+        """Description of the rank's phase for the user."""
         return self.detail or self.phase.words
 
     @property
@@ -133,7 +134,7 @@ class Heartbeat:
     def message(self) -> list[Any]:
         """Return the fields of the heartbeat as a JSON list, without their names.
 
-        Short messages matter, because rank 0 of a thousand ranks reads two thousand a second.
+        The message is short, because rank 0 of a thousand ranks reads up to two thousand a second.
         """
         rest = [self.detail, self.unanswered] if self.detail or self.unanswered else []
         return [self.step, self.phase.key, self.moves, self.timeout_s, *rest]
@@ -154,12 +155,12 @@ class RankStatus:
         number: number of the rank in the launch.
         host: name of the rank's host.
         received_s: time of the rank's last message, in seconds that rank 0 was awake.
-        wrote: time at which the last bytes came on its connection, in seconds that rank 0 was
-            awake. The rank's fault handler writes to this connection too (see
-            motley.membership.messages).
+        wrote: time of the last bytes on the rank's connection, in seconds that rank 0 was awake.
+            The rank's fault handler writes to this connection too (see motley.membership.messages).
         heartbeat: last heartbeat of the rank.
         done: True once the rank has finished its training.
-        rescues: True if the rank can save the state before the job ends, in place of rank 0.
+        rescues: True if the rank can save the training state before the job ends, in place of rank
+            0.
         regroups: True if the rank can continue after another rank is lost.
         address: address of the rank's machine in the network that all ranks share.
         left: True once the rank has no work left, because its host leaves the job.
@@ -211,7 +212,7 @@ class Watchdog:
         self._unsettled = -SETTLED_S
 
     def receive(self, status: RankStatus, heartbeat: Heartbeat) -> None:
-        """Store a rank's heartbeat, and the time if it shows progress."""
+        """Store a rank's heartbeat. If the heartbeat shows progress, also store the time."""
         if heartbeat != status.heartbeat:
             self._moved = self._awake.seconds
         status.heartbeat = heartbeat
@@ -219,7 +220,7 @@ class Watchdog:
     def silent(
         self, statuses: Sequence[RankStatus], limit: float = HEARTBEAT_TIMEOUT_S
     ) -> Fault | None:
-        """Return the fault of the ranks without a message for more than ``limit`` seconds, or None.
+        """Return the fault of ranks that sent no message for ``limit`` seconds, or None.
 
         Args:
             statuses: status of each rank but 0.
@@ -245,7 +246,7 @@ class Watchdog:
         )
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """Return the fault of two machines that do not reach each other, or None.
+        """Return the fault of two machines that cannot reach each other, or None.
 
         Rank 0 receives messages from both of these machines.
 
@@ -265,7 +266,7 @@ class Watchdog:
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """Return the fault of the rank that all others wait for; None if any rank makes progress.
+        """Return the fault of the rank that blocks all others; None if any rank makes progress.
 
         Args:
             ranks: status of each rank, rank 0 included.
@@ -281,7 +282,9 @@ class Watchdog:
         return make_hang_fault(first.number, first.host, first.heartbeat.step, still, where)
 
     def describe_stall(self, ranks: Sequence[RankStatus]) -> str:
-        """Return the ranks' phases in words if no rank made progress for STALL_S seconds, else "".
+        """Return the phases of all ranks in words if no rank made progress for STALL_S seconds.
+
+        Else return an empty text.
 
         Args:
             ranks: status of each rank, rank 0 included.
@@ -332,13 +335,14 @@ _LOCAL = ("127.", "::1", "::ffff:127.")
 
 
 def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list[str]:
-    """Return the addresses of other machines that do not answer.
+    """Return the addresses of machines that do not answer on this process's TCP connections.
 
     The call takes 2 ms for 1,000 connections.
 
     Args:
         after_s: seconds without an answer after which a machine counts as dead.
-        tries: retransmissions after which a machine counts as dead. Both limits must be reached.
+        tries: number of retransmissions after which a machine counts as dead. Both limits must be
+            reached.
     """
     result = set()
     for number, info in _connections():
@@ -349,7 +353,7 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
 
 
 def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
-    """Return True if the peer of a connection has acknowledged no retransmission for too long.
+    """Return True if the peer of a TCP connection has not answered retransmissions for too long.
 
     Args:
         info: struct tcp_info of the connection.
@@ -382,7 +386,7 @@ CUT_OFF_AFTER_S, _TRIES = 1.0, 2
 
 
 def cut_off() -> Collection[str]:
-    """Return the addresses of machines that acknowledge none of the data sent to them."""
+    """Return the addresses of machines that acknowledge no data that this process sends."""
     return dead_peers(CUT_OFF_AFTER_S, _TRIES)
 
 
@@ -399,7 +403,7 @@ class SilentRanks:
         self._silent = set[int]()
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Return the events to record: ranks that became silent, and ranks that send again.
+        """Return events to record, for ranks that became silent and ranks that send again.
 
         Args:
             statuses: status of each rank but 0, without lost ranks.
@@ -434,7 +438,7 @@ _OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 class StragglerDetector:
-    """The detector of the rank that all others wait for, from the times at which steps ended.
+    """The detector of the straggler, the rank that all other ranks wait for in a step.
 
     Args:
         awake: clock of the time that rank 0 was awake.
@@ -447,7 +451,7 @@ class StragglerDetector:
         self._took = deque[float](maxlen=_LOOKS_BACK)
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Return the event that names this step's straggler, in a list; empty if there is none.
+        """Return a list with an event that names the step's straggler; empty if none is found.
 
         Each step's straggler is reported once.
 
@@ -478,13 +482,13 @@ class StragglerDetector:
         ]  # fmt: skip
 
     def _is_at_work(self, status: RankStatus) -> bool:
-        """Return True if the rank's last heartbeat is recent and reports work, not waiting."""
+        """Return True if the rank's last heartbeat is recent and reports that the rank works."""
         heard = status.rank == 0 or self._awake.seconds - status.received_s < _LATELY_S
         return heard and status.heartbeat.phase in _OWN
 
 
 class StopSignals:
-    """The ranks that received a stop signal."""
+    """The ranks that received a stop signal, such as SIGTERM or SIGINT."""
 
     def __init__(self) -> None:
         self._ranks = set[int]()
@@ -501,7 +505,7 @@ class StopSignals:
         stall: str,
         how_to_continue: str,
     ) -> Fault:
-        """Record a stop signal of a rank, and return the fault that fits all signals so far.
+        """Record that a rank received a stop signal; return the fault that explains all signals.
 
         Args:
             status: status of the rank.

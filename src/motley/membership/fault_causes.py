@@ -1,7 +1,8 @@
-"""Faults that other parts report for a rank, because the rank cannot. Pure.
+"""Faults that another rank or process reports, because the failed rank cannot report.
 
-Such a rank died, left or fell silent. One fault often leads to other faults, and the first fault is
-the cause. A consequence may be reported before its cause.
+A failed rank has died, left or fallen silent. One fault often leads to other faults, and the first
+fault is the cause. A consequence may be reported before its cause. All functions but
+:func:`record_fault` are pure.
 """
 
 import re
@@ -67,7 +68,7 @@ def make_death_fault(rank: int, host: str, step: int | None, said: str = "") -> 
 
 
 def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Fault:
-    """Return the fault of a launcher that was stopped, and has stopped the ranks.
+    """Return the fault of a launcher that a signal stopped, and that then stopped the ranks.
 
     Args:
         step: step of the training; None: before step 1.
@@ -82,7 +83,7 @@ def make_stop_fault(step: int | None, number: int, by: str, remedy: str) -> Faul
 
 
 def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
-    """Return the fault of a job that ends because hosts leave. The job first saves its whole state.
+    """Return the fault of a job that saves its state and ends because hosts leave.
 
     Args:
         rank: number in the launch of a rank on the first of these hosts.
@@ -102,7 +103,7 @@ def make_leave_fault(rank: int, hosts: Sequence[str], step: int | None, who: str
 
 
 def make_pause_fault(step: int | None) -> Fault:
-    """Return the fault of a job that a user's signal ended at a step boundary."""
+    """Return the fault of a job that ended at a step boundary after a signal from the user."""
     return Fault(
         0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
         kind=FaultKind.PAUSED,
@@ -110,7 +111,7 @@ def make_pause_fault(step: int | None) -> Fault:
 
 
 def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
-    """Return the fault of a launcher whose end has ended the ranks.
+    """Return the fault of ranks that ended because their launcher ended.
 
     An mpirun that loses a host also ends at once, with status 0. See :func:`make_daemon_fault`.
 
@@ -127,7 +128,7 @@ def make_launcher_fault(host: str, launcher: str, step: int | None) -> Fault:
 
 
 def make_daemon_fault(rank: int, host: str, step: int | None) -> Fault:
-    """Return the fault of a launcher that lost its daemon on ``host``.
+    """Return the fault of a launcher that lost the connection to its daemon on ``host``.
 
     Args:
         rank: lowest rank on that host.
@@ -152,7 +153,7 @@ def make_silent_fault(
         host: host of the rank.
         step: last step that the rank reported; None: before step 1.
         seconds: seconds since the last message of the rank.
-        like: phrase that names other silent ranks, such as ", and so are ranks 4, 5".
+        like: phrase that names other silent ranks, such as ", and so are ranks 4, 5". May be empty.
     """
     return Fault(
         rank, host, step,
@@ -184,7 +185,7 @@ def make_alone_fault(rank: int, host: str, step: int | None, seconds: float, oth
 
 
 def make_link_fault(rank: int, host: str, step: int | None, other: str) -> Fault:
-    """Return the fault of two hosts that do not reach each other, while rank 0 reaches both."""
+    """Return the fault of two hosts that cannot reach each other, though rank 0 reaches both."""
     return Fault(
         rank, host, step,
         f"{host} and {other} no longer reach each other, though rank 0 receives from both",
@@ -214,10 +215,10 @@ def make_hang_fault(rank: int, host: str, step: int | None, seconds: float, wher
 
 
 class FirstCause:
-    """The most probable cause so far, and the time until which a better cause may be reported.
+    """The most probable cause of a job's end, and the time until which a better one may come.
 
     Attributes:
-        fault: the most probable cause; None: there is no fault.
+        fault: the most probable cause so far; None: no fault was reported.
     """
 
     def __init__(self) -> None:
@@ -239,11 +240,11 @@ class FirstCause:
         return fault
 
     def clear(self) -> None:
-        """Drop the cause, because it was the consequence of another fault."""
+        """Drop the cause, because it is the consequence of another fault."""
         self.fault = None
 
     def due(self) -> Fault | None:
-        """Return the cause if the time for a better cause is over, else None."""
+        """Return the cause if the time to report a better cause is over, else None."""
         return self.fault if time.monotonic() >= self._deadline else None
 
     def due_in(self, at_most: float) -> float:
@@ -253,10 +254,10 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """Return the weight of a cause. The heaviest of several causes is the first cause.
+    """Return the weight of a fault. The fault with the largest weight is taken as the first cause.
 
-    An abort weighs more than the error that follows it. Next come the launcher's stop and a signal
-    to one rank, in this order.
+    In order of weight, an abort comes before the error that follows it. Then come a stop of the
+    launcher and a signal to one rank.
     """
     if fault.signal:
         return int(fault.kind is FaultKind.STOPPED)

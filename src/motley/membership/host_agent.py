@@ -1,17 +1,17 @@
-"""The agent on a host, by which the host leaves training and comes back.
+"""The commands on a host by which the host leaves training and comes back.
 
-setup/leave_cn.sh, join_cn.sh and keep_training.sh run the agent by ssh on the host. Each command
-prints one line of JSON.
+setup/leave_cn.sh, join_cn.sh and keep_training.sh run this module by ssh on the host. Each command
+prints one line of JSON. A mark is a file that keeps all ranks of this user away from the host.
 
-    python -m motley.membership.host_agent ranks             # this user's ranks here, and the mark
-    python -m motley.membership.host_agent ask FOLDER        # the mark; is the folder visible here?
-    python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, and wait
+    python -m motley.membership.host_agent ranks             # report local ranks, and the mark
+    python -m motley.membership.host_agent ask FOLDER        # report the mark, and if FOLDER exists
+    python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, wait
     python -m motley.membership.host_agent join              # remove the mark
     python -m motley.membership.host_agent pause LOGS RUN    # save and end at a step boundary
     python -m motley.membership.host_agent polite SECONDS    # leave while another user is here
 
-Only this user, and root, can run these commands: the mark lies in a folder of this user's, and the
-kernel delivers signals to a process from its own user alone.
+Only this user and root can run these commands. The mark lies in a folder of this user's, and only
+this user and root may send signals to the ranks.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ def own_ranks() -> list[TrainingProcess]:
 
 
 def ask_to_leave(ranks: Sequence[TrainingProcess]) -> None:
-    """Signal to ranks that this machine has to leave.
+    """Send ranks of this machine the signal that the machine has to leave.
 
-    A rank that starts later reads the machine's mark; see motley.membership.away.
+    A rank that starts later reads the machine's mark instead; see motley.membership.away.
     """
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
@@ -74,7 +74,9 @@ def leave(seconds: float | None) -> dict[str, Any]:
 
 
 def pause(logs: str, run: str) -> dict[str, Any]:
-    """Ask one local rank of a run to pause the job; that rank informs the other ranks.
+    """Ask one rank of a run on this machine to pause the job.
+
+    The rank informs all other ranks. In a pause, the job saves its state and ends.
 
     Args:
         logs: folder of all runs.
@@ -95,8 +97,8 @@ def pause(logs: str, run: str) -> dict[str, Any]:
 def speeds() -> list[dict[str, Any]]:
     """Return the speeds of this machine's devices that earlier runs have stored, the newest first.
 
-    A speed is in samples per second, summed over all ranks that share a processor. The options of
-    the measured run are returned with the speed.
+    Each item has a speed in samples per second, summed over all ranks that share the device, and
+    the options of the measured run.
     """
     files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
     result = []
@@ -113,8 +115,8 @@ def be_polite(quiet_s: float) -> None:
     """Mark this machine as away whenever another user needs it.
 
     The mark ends once no other user was seen for ``quiet_s`` seconds. Each mark lasts ``quiet_s``
-    seconds and is renewed while another user is seen, so a mark also ends soon after this process.
-    A mark that leave_cn.sh has set stays unchanged.
+    seconds and is renewed while another user is seen. If this process ends, the mark therefore ends
+    soon too. A mark that leave_cn.sh has set stays unchanged.
     """
     while True:
         if seen := find_other_user():

@@ -1,4 +1,4 @@
-"""The member: the thread of every rank but 0 that sends heartbeats to rank 0 and watches rank 0."""
+"""The thread of every rank but 0 that sends heartbeats to rank 0 and watches rank 0."""
 
 import contextlib
 import selectors
@@ -34,14 +34,14 @@ _ASKED, _ANSWER_S = 2, 0.7  # how many other ranks are probed, one after another
 
 
 class Member:
-    """The watching thread of every rank but 0.
+    """The thread of every rank but 0 that watches rank 0.
 
     Args:
         own: state of this rank.
         line: the connection to rank 0.
         host: host of rank 0.
-        on_fault: called with the fault of rank 0, on the standby: the rank that reports when rank 0
-            cannot.
+        on_fault: function that is called with the fault of rank 0. Only the standby calls it, the
+            rank that reports when rank 0 cannot.
     """
 
     def __init__(
@@ -68,10 +68,12 @@ class Member:
     def run(self) -> Fault | None:
         """Watch until all ranks are done.
 
-        The process ends if rank 0 orders that, or if rank 0 is lost and the job cannot continue.
+        This process ends if rank 0 orders the end, or if rank 0 is lost and the job cannot
+        continue.
 
         Returns:
-            The fault of rank 0 if the other ranks can continue without it; None once all are done.
+            The fault of rank 0 if the other ranks can continue without it; None once all ranks are
+            done.
         """
         own = self._own
         selector = selectors.DefaultSelector()
@@ -114,10 +116,10 @@ class Member:
         return None
 
     def _standby_receives(self, quiet: float) -> bool:
-        """Return True if the standby lives: the rank that reports when rank 0 cannot.
+        """Return True if the standby lives, the rank that reports when rank 0 cannot.
 
-        If rank 0 were dead, the standby would have ended by now. While Python is busy on rank 0,
-        only the standby receives signs of life from it.
+        If rank 0 were dead, the standby would have ended by now. If the standby lives, Python is
+        only busy on rank 0: rank 0 then sends signs of life to the standby alone.
 
         Args:
             quiet: seconds since the last message from rank 0.
@@ -139,7 +141,7 @@ class Member:
             return False
 
     def _lost(self, seconds: float) -> Fault:
-        """Return the fault after the silence of rank 0: its host is lost, or this host is cut off.
+        """Return the fault for the silence of rank 0: its host is lost, or this host is cut off.
 
         This host is cut off if no other machine answers either. Only the standby rank probes the
         other machines, since only the standby rank reports the fault.
@@ -156,7 +158,7 @@ class Member:
         return make_alone_fault(own.place.number, own.place.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
-        """Return True if this rank can continue without rank 0, as far as this rank can judge."""
+        """Return True if this rank can continue without rank 0, by all that this rank knows."""
         own, ends = self._own, self._silent is not None or self._leaves is not None
         can = own.place.survives and own.hooks.without_first and own.hooks.keep is not None
         return can and not (ends or own.held.is_set())
@@ -242,7 +244,7 @@ class Member:
 
 
 def _answers(other: Listening) -> bool:
-    """Return True if the host of the rank answers a connection attempt."""
+    """Return True if the host of another rank answers a connection attempt."""
     try:
         with socket.create_connection((other.address, other.port), timeout=_ANSWER_S):
             return True

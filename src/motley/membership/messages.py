@@ -1,9 +1,9 @@
 """Messages between ranks, one JSON object per line, and the handshake of a new connection.
 
 Handshake: rank 0's port is open to a whole network while a training runs. Port scanners, browsers
-and other people's programs connect to it too. A rank therefore sends a greeting that begins with
-the secret token of the job. From a stranger, rank 0 reads no more bytes than the beginning of that
-greeting has, and parses none of them. Rank 0 sends nothing to a stranger.
+and other programs connect to it too. A rank therefore sends a greeting that begins with the secret
+token of the job. If another program connects, rank 0 reads at most as many bytes as the token has.
+Rank 0 parses none of these bytes, and sends nothing.
 
 Limits: rank 0 waits a few seconds for a greeting, and holds a few dozen connections without a token
 at once. A further connection replaces the one that has waited longest. Every rank opens a port in
@@ -14,9 +14,9 @@ of the fault handler also sends a sign of life while none of Python's threads ru
 hold the GIL for a long time. Examples are parsing a large JSON file or a pickle (a minute on a slow
 host), collecting fifty million objects, and compiled code that does not release the GIL. The
 process then sends no heartbeat, as if it were stopped or its host frozen. The fault handler's
-thread does not need the GIL. The thread writes all stacks unless Python's threads postpone this in
-time. There is only one such thread, so a user's script cannot call
-``faulthandler.dump_traceback_later`` too.
+thread does not need the GIL. This thread writes the stacks of all threads, unless a Python thread
+postpones the write in time. A process has only one thread of this kind, so a user's script cannot
+call ``faulthandler.dump_traceback_later`` too.
 """
 
 import contextlib
@@ -46,8 +46,7 @@ def encode(message: dict[str, Any]) -> bytes:
 class Messages:
     """A decoder of one connection's bytes into messages.
 
-    A line that is too long, or is no JSON object, is dropped. Such a line takes no memory, and the
-    connection stays open.
+    The decoder drops a line that is too long or is no JSON object. The connection stays open.
 
     Attributes:
         last_words: the latest lines that are no JSON object, up to a limit. Python's fault handler
@@ -157,7 +156,7 @@ class Handshakes:
         size: number of ranks. The reaper of each rank may connect too; see :class:`Arrival`.
 
     Attributes:
-        listening: the address and token for the ranks that are going to connect.
+        listening: address and token that other ranks need to connect.
     """
 
     def __init__(self, listener: socket.socket, host: str, size: int) -> None:
@@ -170,7 +169,7 @@ class Handshakes:
         self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Set the ranks that are going to connect. Each rank may connect once."""
+        """Set the ranks that may connect from now on, each rank once."""
         self._awaited = set(ranks)
 
     @property
@@ -179,7 +178,7 @@ class Handshakes:
         return list(self._strangers)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register with ``selector``, which then reports when :meth:`arrivals` has work."""
+        """Register all sockets with ``selector``, which reports when to call :meth:`arrivals`."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ)
 
@@ -269,16 +268,18 @@ _BUSY_AFTER_S = 6.0
 
 
 def write_to(line: socket.socket) -> None:
-    """Have Python's fault handler write into a connection if this process crashes."""
+    """Let Python's fault handler write the traceback to a connection if this process crashes."""
     faulthandler.enable(line.fileno())
 
 
 def get_on(line: socket.socket | None) -> None:
-    """Postpone the fault handler's sign of life, since this Python thread runs. Takes 0.1 ms.
+    """Postpone the fault handler's sign of life, since a Python thread can still run.
+
+    A call takes 0.1 ms.
 
     Args:
-        line: connection for the signs of life, which are written after ``_BUSY_AFTER_S`` without
-            another call. If it is None or closed, none are written.
+        line: connection to which the fault handler writes a sign of life after ``_BUSY_AFTER_S``
+            seconds without another call. None, or a closed connection: no sign of life is written.
     """
     end()
     if line is not None and line.fileno() >= 0:
@@ -287,5 +288,5 @@ def get_on(line: socket.socket | None) -> None:
 
 
 def end() -> None:
-    """Stop the signs of life; a crash is still written."""
+    """Stop the signs of life. The fault handler still writes the traceback of a crash."""
     faulthandler.cancel_dump_traceback_later()

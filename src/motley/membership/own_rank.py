@@ -37,18 +37,19 @@ _BLOCKED = threading.local()  # signals that a thread blocked before it forked
 
 @dataclass
 class TrainingHooks:
-    """Functions that the training sets and the watching thread calls.
+    """Functions that the training thread sets and the watching thread calls.
 
     Attributes:
-        rescue: saves the state of this rank before it ends, and returns a note for the user on the
-            saved state. None: this rank cannot save.
-        last_words: writes the records of this rank that are not written yet.
-        how_to_continue: returns an instruction to the user on how to continue the run, from the
-            number of finished steps.
+        rescue: function that saves the training state before this rank ends, and returns a note for
+            the user on the saved state. None: this rank cannot save.
+        last_words: function that writes the records that this rank has not written yet.
+        how_to_continue: function of the number of finished steps that returns an instruction to the
+            user on how to continue the run.
         if_lost: instruction to the user on how to continue after a lost rank; empty: none.
-        keep: copies the state to memory that needs no process group, so that the rank can continue
-            without a lost rank. None: this rank cannot continue.
-        free: makes the training thread leave a collective that waits for the lost rank.
+        keep: function that copies the training state out of the process group, so that this rank
+            can continue without a lost rank. None: this rank cannot continue.
+        free: function that makes the training thread leave a collective that waits for the lost
+            rank.
         without_first: True if the training can also continue without rank 0.
         clear_line: text that removes this rank's progress bar from the terminal; empty: no bar.
     """
@@ -78,7 +79,7 @@ class Outbox:
         os.set_blocking(self._wake_write, False)
 
     def catch_signals(self) -> None:
-        """Have the watching thread act on stop signals, from now on."""
+        """Let the watching thread act on stop signals from now on."""
         for number in (*_STOPS, *REQUESTS):
             signal.signal(number, _leave_to_watching_thread)
         for number in REQUESTS:
@@ -92,7 +93,7 @@ class Outbox:
         )  # fmt: skip
 
     def read_signals(self) -> list[int]:
-        """Return the stop signals since the last call.
+        """Return the numbers of the stop signals that came since the last call.
 
         For other signals, queue the messages that they request.
         """
@@ -105,12 +106,12 @@ class Outbox:
         return [number for number in result if number in _STOPS]
 
     def add_request(self, number: int) -> None:
-        """Queue the message to rank 0 that a signal requests, if the signal requests one."""
+        """Queue the message to rank 0 that a signal such as a pause request stands for, if any."""
         if (request := read_request(number)) is not None:
             self.messages.append(request)
 
     def add(self, message: Message) -> None:
-        """Have the watching thread send a message to rank 0."""
+        """Let the watching thread send a message to rank 0."""
         self.messages.append(message)
         self.wake()
 
@@ -121,13 +122,13 @@ class Outbox:
 
 
 class GroupChange:
-    """The passage of this rank to the next group, after a lost rank has broken its group.
+    """The change of this rank to the next process group, after a lost rank broke its group.
 
-    The watching thread starts the passage, and the training thread completes it.
+    The watching thread starts the change, and the training thread completes it.
 
     Attributes:
-        group: number of regroups that the watching thread has started. Messages of earlier groups
-            are void.
+        group: number of regroups that the watching thread has started. Messages that were sent in
+            an earlier group are ignored.
         trains_in: number of regroups that the training thread has completed. The training thread
             may fail in the broken group while the watching thread has already changed to the next
             group.
@@ -149,7 +150,7 @@ class GroupChange:
         self._lock = threading.Lock()
 
     def begin(self, survivors: Survivors, free: Callable[[], None]) -> None:
-        """Have the training thread leave the broken group, and continue with the survivors.
+        """Make the training thread leave the broken group, and continue with the survivors.
 
         Args:
             survivors: the ranks of the next group.
@@ -180,19 +181,20 @@ class OwnRank:
     thread sets everything else.
 
     Attributes:
-        place: place of this rank in the present group; always replaced as a whole.
+        place: number of this rank in the present group, and the other ranks. A change replaces the
+            whole object.
         step: current step of the training; None before step 1.
-        heartbeat: content of the next heartbeat, apart from the step.
+        heartbeat: content of the next heartbeat, except for the step.
         awake: clock of the time that this process was awake.
         hooks: functions that the training sets.
         outbox: messages to rank 0.
-        change: the passage to the next group after a loss.
+        change: the change to the next process group after the loss of a rank.
         finished: event that is set once all ranks are done.
         stopped: True once a signal has stopped some rank.
         reaper: connection to the reaper, a process that ends a hung launcher after this rank has
             died. Only the lowest rank of each machine has one; None on other ranks.
-        held: event that is set while another rank saves the state. Rank 0 ends this rank
-            afterwards.
+        held: event that is set while another rank saves the training state. Rank 0 then ends this
+            rank.
         pause: the step boundary at which this rank stops, if a pause was requested.
         leaves: event that is set if this rank ends before the other ranks, once its messages are
             sent.
@@ -215,11 +217,11 @@ class OwnRank:
         self._unanswered: list[str] = []
 
     def send(self, message: Message) -> None:
-        """Have the watching thread send a message to rank 0."""
+        """Let the watching thread send a message to rank 0."""
         self.outbox.add(message)
 
     def send_in_group(self, message: Message) -> None:
-        """Send a message of the training thread that is void once a rank is lost."""
+        """Send a message of the training thread. Rank 0 ignores it once a rank is lost."""
         self.send(replace(message, group=self.change.trains_in))
 
     def heartbeat_now(self) -> Heartbeat:
@@ -271,7 +273,7 @@ class OwnRank:
         """Call the hook ``keep`` from the watching thread.
 
         Returns:
-            The reason why the state could not be copied; empty if it was.
+            The reason why the state could not be copied; empty after a successful copy.
         """
         try:
             with self._rescuing:
@@ -283,7 +285,7 @@ class OwnRank:
         return ""
 
     def go_on(self, survivors: Survivors) -> None:
-        """Take the new place, and have the training thread continue with the survivors."""
+        """Set this rank's place in the new group, and let the training thread continue in it."""
         self.place = self.place.among(survivors.ranks)
         self.inform_reaper()
         self.held.clear()
@@ -291,7 +293,7 @@ class OwnRank:
         self.change.begin(survivors, self.hooks.free)
 
     def inform_reaper(self) -> None:
-        """Send the reaper this rank's number, and the address of the rank that watches all ranks.
+        """Send the reaper this rank's number, and the address of the rank that watches all.
 
         If this rank dies, the reaper reports to that rank that the host still lives.
         """
@@ -307,7 +309,7 @@ class OwnRank:
         )
 
     def write_last_words(self) -> None:
-        """Call the hook ``last_words``, and ignore its errors, since the job must end anyway."""
+        """Call the hook ``last_words``. Ignore its errors, since the job must end anyway."""
         with contextlib.suppress(Exception):
             self.hooks.last_words()
 
@@ -350,10 +352,10 @@ def _unblock_stops() -> None:
 
 
 def _leave_signals_to_parent() -> None:
-    """Let SIGTERM end a forked child, and report no signal of the child as one of this rank.
+    """Let SIGTERM end a forked child, and do not report the child's signals as this rank's.
 
     ``multiprocessing.Pool`` ends its processes by SIGTERM. A forked process inherits the pipe into
-    which signals of this rank are written.
+    which this rank's signal handler writes.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -375,13 +377,13 @@ def save_before_end(
     lost: int,
     tell_all: Callable[[Message], None],
 ) -> None:
-    """Have rank 0, or another rank that can save, save the state while all others wait.
+    """Let rank 0, or another rank that can save, save the training state. Other ranks wait.
 
     Args:
         own: state of this rank.
         others: status of every rank but 0, by the connection to the rank.
         lost: number in the launch of the rank that cannot save.
-        tell_all: sends a message to all other ranks.
+        tell_all: function that sends a message to all other ranks.
     """
     able = [line for line, each in others.items() if each.rescues and each.number != lost]
     if not able and own.hooks.rescue is None:
@@ -400,7 +402,7 @@ def save_before_end(
 
 
 def _ask(line: socket.socket, status: RankStatus) -> str:
-    """Have a rank save its state, and return its note on the saved state; empty: no answer."""
+    """Ask a rank to save the training state, and return its note; empty if no answer comes."""
     with contextlib.suppress(OSError):
         line.sendall(encode(Rescue()))
         line.settimeout(HOLD_S)

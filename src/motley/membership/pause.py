@@ -2,9 +2,9 @@
 
 A pause is requested when a host leaves, or to add a missing host again. All ranks live, and every
 engine can save its state, so no step is lost. Rank 0 asks all ranks which step they have started. A
-rank that was asked starts no other step until rank 0 names the step to stop before. This is the
-step after the highest that any rank has started. The ranks therefore do not block each other: all
-of them take every step before it.
+rank that was asked starts no other step until rank 0 names the step to stop before. This step
+follows the last step that any rank has started. All ranks take every step before this step, and
+therefore do not block each other.
 
     member                               coordinator
     HostLeaves("leaves as asked")  -------->  or PauseRequest(), after a signal
@@ -34,7 +34,7 @@ REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
 def read_request(number: int) -> Message | None:
-    """Return the message that this rank has to send to rank 0 after a signal; None: no message.
+    """Return the message that this rank has to send to rank 0 after a signal, or None.
 
     Args:
         number: number of the signal, one of ``REQUESTS``.
@@ -61,7 +61,7 @@ class OwnPause:
     def begin(self, step: int) -> bool:
         """Return True if this rank may start the step.
 
-        If a pause is requested, wait first until rank 0 has named the step to stop before.
+        If a pause is requested, first wait until rank 0 has named the step to stop before.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._at is not None)
@@ -77,13 +77,13 @@ class OwnPause:
             self._changed.notify_all()
 
     def ask_step(self) -> int | None:
-        """Start no other step from now on; return the last step that was started, or None."""
+        """Let the training start no further step for now; return the last started step, or None."""
         with self._changed:
             self._asked = True
             return self._begun
 
     def stop_before(self, step: int | None) -> None:
-        """Allow the steps before ``step``, and no later one."""
+        """Allow the training to start the steps before ``step``, and no later step."""
         with self._changed:
             self._asked, self._at = True, step
             self._changed.notify_all()
@@ -96,8 +96,8 @@ class PauseAgreement:
         size: number of ranks.
 
     Attributes:
-        wanted: True once a rank has asked for a pause.
-        at: the step before which all ranks stop; None while that is not known.
+        wanted: True once a rank has requested a pause.
+        at: the step before which all ranks stop; None until rank 0 has chosen it.
     """
 
     def __init__(self, size: int) -> None:
@@ -115,7 +115,7 @@ class PauseAgreement:
         self._begun.clear()
 
     def want(self, rank: int, host: str, leaves: str | None) -> None:
-        """Record that a rank wants the pause.
+        """Record that a rank requests a pause.
 
         Args:
             rank: number of the rank in the launch.
@@ -127,7 +127,7 @@ class PauseAgreement:
             self._leaving.setdefault(host, (rank, leaves))
 
     def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
-        """Send AskStep to every connected rank that was not asked yet, if a pause is wanted.
+        """Send AskStep to every connected rank that was not asked yet, if a pause is requested.
 
         Args:
             others: status of every rank but 0, by the connection to the rank.
@@ -163,7 +163,7 @@ class PauseAgreement:
         """Return the fault that states why the job ends.
 
         Args:
-            step: last step whose state is saved; None: there was no state to save.
+            step: last step whose state is saved; None: no state was saved.
         """
         if not self._leaving:
             return make_pause_fault(step)

@@ -1,4 +1,4 @@
-"""The messages between the coordinator, rank 0, and the members, all other ranks.
+"""The messages between the coordinator (rank 0) and the members (all other ranks).
 
 Each message is a frozen dataclass. On the wire it is a JSON object with the name of its class and
 its fields. A message of an unknown kind is dropped, and one line is printed. Unknown fields are
@@ -22,8 +22,8 @@ class Message:
     """A message from one rank to another.
 
     Attributes:
-        group: number of regroups that the sender had completed. A message of an earlier group is
-            void. None: the message holds in any group.
+        group: number of regroups that the sender had completed. The receiver ignores a message from
+            before its own last regroup. None: the receiver never ignores the message.
     """
 
     group: int | None = field(default=None, kw_only=True)
@@ -46,7 +46,7 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class CanRescue(Message):
-    """A report that the sender can save the state before the job ends."""
+    """A report that the sender can save the training state before the job ends."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CanRegroup(Message):
 
 @dataclass(frozen=True)
 class StateKept(Message):
-    """A report that the sender has tried to copy its state to memory that needs no process group.
+    """A report that the sender has tried to copy the training state out of the process group.
 
     Attributes:
         problem: the reason why the state could not be copied; empty if the copy succeeded.
@@ -67,7 +67,7 @@ class StateKept(Message):
 
 @dataclass(frozen=True)
 class GatherValue(Message):
-    """One rank's value of an all-gather, encoded by survivors.packed()."""
+    """One rank's value for an all-gather, encoded by survivors.packed()."""
 
     value: str
 
@@ -124,14 +124,14 @@ class Paused(Message):
 
 @dataclass(frozen=True)
 class RunEvent(Message):
-    """An event for the run's records."""
+    """An event that rank 0 writes to the records of the run."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RankFailed(Message):
-    """A report that the sender has failed."""
+    """A report that the sender has failed, with its fault."""
 
     fault: Fault
 
@@ -163,7 +163,7 @@ class Rescued(Message):
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """An order to end now.
+    """An order that the receiver ends its process now.
 
     Attributes:
         code: exit status of the receiver.
@@ -180,8 +180,8 @@ class CoordinatorHeartbeat(Message):
     """A sign of life of the coordinator.
 
     Attributes:
-        fault: fault of a rank that is silent now, to be blamed if mpirun ends the coordinator;
-            None: no rank is silent.
+        fault: fault of a rank that is silent now. If mpirun then ends the coordinator, this fault
+            is the cause. None: no rank is silent.
     """
 
     fault: Fault | None
@@ -194,31 +194,31 @@ class Hold(Message):
 
 @dataclass(frozen=True)
 class KeepState(Message):
-    """An order to copy the state, because a rank is lost. The receiver answers with StateKept."""
+    """An order to copy the training state, since a rank is lost. The answer is StateKept."""
 
 
 @dataclass(frozen=True)
 class GoOn(Message):
-    """An order to continue with the surviving ranks."""
+    """An order that the receiver continues training with the surviving ranks."""
 
     survivors: Survivors
 
 
 @dataclass(frozen=True)
 class Gathered(Message):
-    """The gathered values of consecutive ranks. All values together may take several messages."""
+    """The results of an all-gather for consecutive ranks. A result may take several messages."""
 
     values: list[str]
 
 
 @dataclass(frozen=True)
 class Rescue(Message):
-    """An order to save the state. The receiver answers with Rescued."""
+    """An order to save the training state. The receiver answers with Rescued."""
 
 
 @dataclass(frozen=True)
 class AskStep(Message):
-    """A question, before a pause, for the last step that the receiver has started.
+    """A question before a pause: which step has the receiver started last?
 
     The receiver answers with StepBegun, and starts no further step for now.
     """
@@ -265,7 +265,7 @@ def encode(message: Message) -> bytes:
 def decode(content: Mapping[str, Any]) -> Message | None:
     """Return the message in a decoded line; None if its kind is unknown.
 
-    An unknown kind is reported to the user once.
+    Each unknown kind is reported to the user once.
     """
     name = str(content.get("kind"))
     try:

@@ -1,12 +1,12 @@
 """The reaper: a small process on each host that ends a hung launcher.
 
-After its rank has died, the reaper ends an mpirun or daemon that hangs, and removes the files that
-a killed launcher leaves.
+After the rank that started it has died, the reaper ends an mpirun or daemon that hangs. The reaper
+also removes the files that a killed launcher leaves.
 
-mpirun ends when its daemon on every host has ended, and waits without end for a daemon that is
-frozen or cut off. A daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on
-no more output of its ranks and kills them, at once or after a tenth of a second. If mpirun itself
-is killed, only the reaper is left to report that, to record it, and to remove the files.
+mpirun ends when its daemon on every host has ended. mpirun waits for ever for a daemon that is
+frozen or cut off, and a daemon waits for mpirun in the same way. After a stop signal, mpirun
+forwards no more output of its ranks, and kills them at once or after a tenth of a second. If mpirun
+itself is killed, only the reaper can report and record this, and remove the files.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _SEGMENT = re.compile(r"/dev/shm/((?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILIN
 def segments_of_this_job() -> str:
     """Return the prefix of this job's shared memory files in /dev/shm; empty if it has none.
 
-    The prefix is read from this process's memory map, so no rule for the numbers of jobs is needed.
+    The prefix is read from the memory map of this process.
     """
     with contextlib.suppress(OSError):
         result = _SEGMENT.search(Path("/proc/self/maps").read_text(errors="replace"))
@@ -90,7 +90,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def find_sessions(launcher: int) -> dict[int, str]:
-    """Return the hosts of a launcher's ssh sessions, by process id, as hosts.txt names them.
+    """Return the host of each ssh session of a launcher, by the session's process id.
+
+    Hosts are named as in hosts.txt.
 
     The result is empty unless ``launcher`` is an mpirun that has started sessions.
     """
@@ -106,7 +108,7 @@ def find_sessions(launcher: int) -> dict[int, str]:
 
 
 class SshSessions:
-    """The ssh sessions of a launcher, watched to find out which of them ends first.
+    """The ssh sessions of a launcher, watched to find the session that ends first.
 
     mpirun loses a host when the host's session ends, or just before. When mpirun itself ends, all
     other sessions end too.
@@ -132,7 +134,7 @@ class SshSessions:
                 self._first = self._first or host
 
     def first(self, limit_s: float) -> str:
-        """Return the host of the session that ended first; empty if none ends in time.
+        """Return the host of the session that ended first; empty if no session ends in time.
 
         Args:
             limit_s: seconds to wait for the end of a session.
@@ -226,7 +228,7 @@ class LauncherReaper:
 
 @dataclass
 class _ReaperFacts:
-    """The facts that a rank has sent to its reaper.
+    """The facts that a rank has sent to its reaper, for use after the rank's end.
 
     Attributes:
         rank: number of the rank in the present group.
@@ -236,13 +238,13 @@ class _ReaperFacts:
         line: text to print where mpirun prints its errors; empty: none.
         fault: the reason why the job ends, if the reason is known and not printed yet.
         step: current step of the training.
-        ended: True if the rank ends by its own decision.
+        ended: True if the rank has announced that it ends.
         folder: folder of the run; on rank 0.
         hosts: lowest rank of each host in the launch, by the host's name and address; on rank 0.
         segments: see :func:`segments_of_this_job`.
         session: see :func:`session_folder`.
-        supervisor: address, port and token of the rank to inform that this host outlives its rank;
-            None if the other ranks could not continue without the rank.
+        supervisor: address, port and token of the rank that is informed when this rank has died but
+            the host lives. None if the other ranks could not continue without this rank.
         timeout_s: seconds that the launcher may take to end.
     """
 
@@ -263,7 +265,7 @@ class _ReaperFacts:
 
 
 def reap_after_this_process(pid: int) -> None:
-    """Start a reaper that ends the launcher, should it hang, once this process has ended.
+    """Start a reaper, which ends a hanging launcher after this process has ended.
 
     Args:
         pid: process id of the launcher.
@@ -278,7 +280,7 @@ def reap_after_this_process(pid: int) -> None:
 
 
 def outlived_by_launcher() -> bool:
-    """Return True if the launcher lets a rank end, with status 0, before all other ranks do.
+    """Return True if other ranks live on after a rank has ended early with status 0.
 
     Open MPI 5 lets the other ranks continue. Open MPI 4.1 ends the job.
     """
@@ -308,8 +310,8 @@ def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
 def _ends_within(process: psutil.Process, limit_s: float) -> bool:
     """Return True if a process ends within ``limit_s`` seconds.
 
-    A zombie counts as ended. The parent of a zombie may wait for the end of its output, while this
-    process holds an open end of the pipe.
+    A zombie counts as ended. Its parent may wait for the end of the zombie's output, while this
+    process still holds an open end of the pipe.
     """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
@@ -358,10 +360,10 @@ def _print_line(line: str, terminal: str | None) -> None:
 
 
 def _report_host_alive(rank: int, host: str, address: str, port: int, token: str) -> None:
-    """Report to the first rank that this host lives, though the rank on it has died.
+    """Report to the first rank that this host lives, although its rank has died.
 
-    The process then waits while the other ranks train, because mpirun's daemon still serves their
-    job.
+    This process then waits until the other ranks have trained, because their job still uses
+    mpirun's daemon on this host.
     """
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
         line.sendall(greeting(token, ~rank, host))
@@ -389,10 +391,12 @@ def _why_gone(told: _ReaperFacts, sessions: SshSessions) -> Fault:
 
 
 def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
-    """Return the facts that the rank sent until its end, and True if its launcher ended earlier.
+    """Return the facts that the rank sent until its end.
 
-    A rank that dies because its launcher died does so within milliseconds, so one poll may report
-    both.
+    The second value is True if the launcher ended before the rank.
+
+    A rank may die within milliseconds because its launcher died. One poll may therefore report both
+    ends.
     """
     facts, rest, first = _ReaperFacts(), b"", False
     poll, ended = select.epoll(), -1
@@ -416,7 +420,7 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_ReaperFacts, bool]:
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
-    """Record a fault that the reaper has found, unless a better fault is recorded already.
+    """Record a fault that the reaper has found, unless a more exact fault is recorded already.
 
     A rank on another host that lost rank 0 may have recorded a fault. The reaper has more facts, so
     its own fault replaces the recorded one.

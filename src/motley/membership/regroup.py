@@ -1,6 +1,6 @@
-"""The coordinator's part in a regroup: the passage of all surviving ranks to a new group.
+"""The coordinator's part in a regroup: all surviving ranks form a new process group.
 
-The coordinator makes all ranks copy their state. Then it makes the survivors continue.
+The coordinator first makes all survivors copy their training state, and then makes them continue.
 """
 
 import time
@@ -24,8 +24,8 @@ class Regroup:
     Args:
         own: state of this rank.
         regrouping: the lost ranks, and the ranks that are ready to continue without them.
-        broadcast: sends a message to all other ranks.
-        record: records an event of the run.
+        broadcast: function that sends a message to all other ranks.
+        record: function that records an event of the run.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Regroup:
 
     @property
     def is_running(self) -> bool:
-        """True while a rank is lost, and the list of survivors is not sent to all ranks yet."""
+        """True from the loss of a rank until all ranks are sent the list of survivors."""
         return self._regrouping.first is not None
 
     @property
     def waits(self) -> bool:
-        """True while a rank is lost, or some rank has not yet left the broken group."""
+        """True from the loss of a rank until all survivors have left the broken group."""
         return self._regrouping.waits
 
     @property
@@ -64,7 +64,7 @@ class Regroup:
         self._regrouping.note_host_alive(rank)
 
     def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
-        """Have the other ranks copy their state after a loss; return False if the job must end.
+        """Make the other ranks copy their state after a loss; return False if the job must end.
 
         Args:
             rank: number of the lost rank in the present group.
@@ -106,10 +106,10 @@ class Regroup:
         return self._regrouping.overdue(left)
 
     def go_on(self, left: Collection[RankStatus]) -> Survivors | None:
-        """Have the remaining ranks form a new group with new numbers, once all are ready.
+        """Make the remaining ranks form a new group with new numbers, once all are ready.
 
         Returns:
-            The survivors; None if not all are ready yet.
+            The survivors; None if some rank is not ready yet.
         """
         survivors = self._regrouping.survivors(left)
         if survivors is None:

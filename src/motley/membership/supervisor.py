@@ -1,11 +1,11 @@
 """The supervisor: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
-MPI and the process group cannot report which rank failed first: a rank that is killed makes all
-others fail too, and NCCL waits for minutes. Each rank therefore sends to rank 0 its phase, its own
-failure with its message, and a note when it is done. Heartbeats are sent twice a second, or once a
-second in a job of a thousand ranks. Rank 0 detects a connection that breaks without a message, a
-rank that falls silent, and a job that makes no progress. Rank 0 prints the first cause in one line
-and ends the job. A rank that receives nothing from rank 0 ends itself.
+MPI and the process group cannot report which rank failed first: a killed rank makes all others fail
+too, and NCCL waits for minutes. Each rank therefore sends its phase to rank 0, its own failure with
+the error message, and a note when it is done. Heartbeats are sent twice a second, or once a second
+in a job of a thousand ranks. Rank 0 detects a connection that breaks without a message, a rank that
+falls silent, and a job that makes no progress. Rank 0 prints the first cause in one line and ends
+the job. A rank that receives nothing from rank 0 ends itself.
 
     rank k (member.py)                    rank 0 (coordinator.py)
 
@@ -27,7 +27,7 @@ If all ranks can continue without a lost rank (survivors.py), the job does not e
     {"gather": value}       ------------> once all have sent it: {"gathered": [values]} to all
 
 If rank 0 itself is lost, rank 1 replaces it. All other survivors connect to the port of rank 1.
-Rank 1 then has all survivors copy their state and continue in the same way. The module pause.py
+Rank 1 then makes all survivors copy their state and continue in the same way. The module pause.py
 describes how all ranks stop together at an agreed step.
 """
 
@@ -108,7 +108,7 @@ class Watching:
 
     @property
     def started(self) -> bool:
-        """True if rank 0 would receive a fault of this rank."""
+        """True if a fault of this rank would reach rank 0."""
         return self._watch is not None
 
     @property
@@ -117,7 +117,7 @@ class Watching:
         return self._watch.lines if self._watch else []
 
     def flush(self) -> None:
-        """Wait until all events are recorded. Only the first rank has events to record.
+        """Wait until all events are recorded. Only the first rank records events.
 
         Raises:
             Exception: the error that kept an event from being recorded.
@@ -157,10 +157,10 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """Return this rank's coordinator or member once rank 1 has replaced rank 0.
+        """Return this rank's new coordinator or member, after rank 1 has replaced rank 0.
 
         Args:
-            watch: the member that watched so far.
+            watch: the member that has watched rank 0 so far.
             lost: fault of rank 0.
         """
         own = self._own
@@ -178,9 +178,9 @@ class Watching:
         return connected
 
     def _guard(self) -> None:
-        """Run the watching thread, and end the job if the thread fails.
+        """Run the watching thread, and end the job if an error ends the thread.
 
-        If the thread fails, no other part of this rank detects failures or acts on signals.
+        Without the watching thread, no part of this rank detects failures or acts on signals.
         """
         try:
             while isinstance(self._watch, Member) and (lost := self._watch.run()):
@@ -203,12 +203,14 @@ _SAVE_S = 600.0  # seconds that the launcher of a host that has left may wait fo
 
 
 class Supervisor:
-    """One rank's end of the supervision. All ranks call :meth:`listen`, then :meth:`join`.
+    """The supervision of a job on one rank. All ranks call :meth:`listen`, then :meth:`join`.
 
     Attributes:
-        on_fault: called once, from another thread, with the first cause. The call is on rank 0 or,
-            if rank 0 died, on the standby (the rank that reports in its place).
-        on_event: called on rank 0, from another thread, with each event that a rank reports.
+        on_fault: function that is called once, from another thread, with the first cause. Rank 0
+            calls it. If rank 0 died, the standby calls it, the rank that reports in place of rank
+            0.
+        on_event: function that is called on rank 0, from another thread, with each event that a
+            rank reports.
     """
 
     def __init__(self, place: GroupPlace) -> None:
@@ -219,7 +221,7 @@ class Supervisor:
 
     @property
     def step(self) -> int | None:
-        """Current step of the training, set by its loop; sent to rank 0 with every heartbeat."""
+        """Current step of the training. The training loop sets it; each heartbeat sends it."""
         return self._own.step
 
     @step.setter
@@ -233,7 +235,7 @@ class Supervisor:
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
-        """Wait for the job's end after all state is saved. All ranks that train call this.
+        """Wait for the end of the job, after the state is saved. All ranks that train call this.
 
         Args:
             said: description of the saved state, for the user.
@@ -335,9 +337,9 @@ class Supervisor:
         """Set the functions that the watching thread calls before this rank ends with the job.
 
         Args:
-            last_words: writes the last records.
-            how_to_continue: returns an instruction to the user on how to continue the run, from
-                the number of finished steps.
+            last_words: function that writes the last records of this rank.
+            how_to_continue: function of the number of finished steps that returns an instruction to
+                the user on how to continue the run.
             clear_line: text that removes the progress bar from the terminal; empty: no bar.
             if_lost: instruction to the user on how to continue after a lost rank; empty: none.
         """
@@ -345,11 +347,11 @@ class Supervisor:
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
-        """Offer to save the state before another rank's fault ends the job.
+        """Declare that this rank can save the state before another rank's fault ends the job.
 
         Args:
-            save: saves the state and returns a note on it. Called from another thread, while the
-                training thread may be stuck in a collective.
+            save: function that saves the state and returns a note on it for the user. Another
+                thread calls it, while the training thread may be stuck in a collective.
             first: True on the rank that normally saves. If that rank and rank 0 are both lost, the
                 standby rank saves instead.
         """
@@ -362,15 +364,15 @@ class Supervisor:
     def can_regroup(
         self, keep: Callable[[], None], free: Callable[[], None], without_first: bool
     ) -> None:
-        """Offer to continue when another rank is lost; see :meth:`get_survivors`.
+        """Declare that this rank can continue without a lost rank; see :meth:`get_survivors`.
 
-        The job continues after a loss once all ranks have made this offer.
+        The job continues after a loss only if all surviving ranks have called this method.
 
         Args:
-            keep: copies the state to memory that needs no process group. Called from another
-                thread, while the training thread may be stuck in a collective.
-            free: makes the training thread leave the collective, with any error. Called from
-                another thread.
+            keep: function that copies the training state out of the process group. Another thread
+                calls it, while the training thread may be stuck in a collective.
+            free: function that makes the training thread leave the collective, with any error.
+                Another thread calls it.
             without_first: True if this rank can continue when rank 0 is lost too; equal on all
                 ranks.
         """
@@ -383,14 +385,14 @@ class Supervisor:
         return self._watching.lines
 
     def check_group(self) -> None:
-        """Raise RankLostError if a rank of the group is lost, so that this rank has to regroup."""
+        """Raise RankLostError if a rank of the group is lost. This rank then has to regroup."""
         if self._own.change.survivors is not None:
             raise RankLostError(self._own.change.survivors.lost.line())
 
     def get_survivors(self, error: BaseException) -> Survivors:
-        """Return the survivors to continue with after an error that a lost rank has caused.
+        """Return the ranks with which to continue, after an error that a lost rank has caused.
 
-        End this process with the job if no rank is lost, or the survivors cannot continue.
+        If no rank is lost, or the survivors cannot continue, end this process and the job.
 
         Args:
             error: the error that the training thread caught.
@@ -409,7 +411,7 @@ class Supervisor:
         return own.change.take()
 
     def end_without_lost(self, at_once: bool = False) -> None:
-        """Have this process end without MPI_Finalize if a rank is lost.
+        """Make this process end without MPI_Finalize if a rank is lost.
 
         MPI_Finalize would wait for the lost rank.
 
@@ -422,7 +424,7 @@ class Supervisor:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. The values travel through rank 0, without MPI."""
+        """Gather a value from every rank, by rank. Rank 0 relays the values, without MPI."""
         own = self._own
         self.check_group()
         own.send_in_group(GatherValue(packed(value)))
@@ -431,11 +433,11 @@ class Supervisor:
         return [unpacked(text) for text in result]
 
     def record_event(self, event: dict[str, Any]) -> None:
-        """Have rank 0 record an event."""
+        """Send an event to rank 0, which records it."""
         self._own.send(RunEvent(event))
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report why this rank failed, and end with the job."""
+        """Report why this rank failed, and end this process and the job."""
         own = self._own
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks

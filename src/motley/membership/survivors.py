@@ -1,9 +1,9 @@
 """The survivors of a lost rank: which ranks continue, and how they exchange values.
 
 MPI may wait for the lost rank for ever, so survivors communicate through the connections that the
-supervisor of each rank has to rank 0. Rank 0 first has all of them copy their state, and only then
-has them continue. When a rank leaves a broken collective, the collective may break on other ranks
-too. No rank may be reading its state at that time.
+supervisor of each rank has to rank 0. Rank 0 first makes all survivors copy their state. Only then
+does rank 0 make them continue: a rank that leaves a broken collective may break the collective on
+other ranks, and no rank may be copying its state at that time.
 """
 
 import base64
@@ -45,7 +45,7 @@ _MEET_S = 60.0
 
 
 class RankLostError(Exception):
-    """An error: the process group of this rank is broken; see :meth:`Supervisor.get_survivors`."""
+    """An error because a lost rank broke the group; see :meth:`Supervisor.get_survivors`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Survivors:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """The group of this rank, and the rank's number in it.
+    """The process group of this rank, and the rank's number in the group.
 
     After a loss, each surviving rank gets a new group and a new number.
 
@@ -127,8 +127,8 @@ class SupervisedRanks:
     Args:
         rank: number of this rank among the survivors.
         size: number of survivors.
-        here: numbers of the survivors on this machine.
-        gather: gathers the value of every rank, by rank.
+        here: numbers of the surviving ranks on this machine.
+        gather: function that gathers a value from every rank, by rank.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ def packed(value: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Return the value that :func:`packed` has encoded on a rank that has sent the token."""
+    """Return the value that :func:`packed` has encoded. The sender must have sent the token."""
     return pickle.loads(base64.b64decode(text))
 
 
 def parts(texts: Sequence[str]) -> Iterator[list[str]]:
     """Yield lists of consecutive texts, each small enough for one message.
 
-    A thousand ranks are each sent a thousand values, so few messages are used.
+    A list has as many texts as fit, since a thousand ranks may each receive a thousand values.
     """
     part, size = list[str](), 0
     for text in texts:
@@ -185,7 +185,7 @@ class Status(Protocol):
 
 
 class RegroupState:
-    """The lost ranks, the ranks that have copied their state, and the gathered values; on rank 0.
+    """The progress of a regroup on rank 0: lost ranks, copied states and gathered values.
 
     Args:
         machines: for each rank, the lowest rank on the same machine.
@@ -205,7 +205,7 @@ class RegroupState:
 
     @property
     def first(self) -> Fault | None:
-        """Fault of the first lost rank, which may have caused all other faults; None: no loss."""
+        """Fault of the first lost rank, which may have caused all others; None without a loss."""
         return next(iter(self._lost.values()), None)
 
     @property
@@ -237,7 +237,7 @@ class RegroupState:
         return True
 
     def note_host_alive(self, rank: int) -> None:
-        """Record that the host of a lost rank lives, and with it mpirun's daemon on the host."""
+        """Record that the host of a lost rank lives, so that mpirun's daemon on it lives too."""
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:
@@ -246,7 +246,7 @@ class RegroupState:
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
     def overdue(self, left: Collection[Status]) -> Fault | None:
-        """Return the first loss if the job must end because time ran out; None: time is left."""
+        """Return the fault of the first lost rank if the regroup took too long, else None."""
         limit = _MEET_S
         if self.first is not None:
             limit = _KEEP_S if self.all_hosts_live(left) else _WITNESS_S
@@ -267,7 +267,7 @@ class RegroupState:
         )
 
     def begin_anew(self, survivors: Survivors) -> None:
-        """Discard the lost ranks and the answers, and continue with the survivors' new numbers."""
+        """Start again for the next loss, with the survivors and their new numbers."""
         self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = renumber_machines(self._machines, survivors.ranks)
         self._lost.clear()
@@ -297,7 +297,7 @@ def choose_standby(machines: Sequence[int]) -> int:
 
 
 def renumber_machines(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return the machine of each of ``ranks``, which are renumbered from 0.
+    """Return the machine of each rank of a new group, whose ranks are renumbered from 0.
 
     Args:
         machines: for each rank, the lowest rank on the same machine.

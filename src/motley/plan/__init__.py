@@ -1,1 +1,1 @@
-"""Arithmetic without side effects: the samples of each rank, the expected time, faster options."""
+"""Pure functions that compute each rank's samples, the expected time of a step, and advice."""

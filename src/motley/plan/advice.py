@@ -1,4 +1,4 @@
-"""Advice to the user: options with which a run would be faster than the plan. Pure."""
+"""Advice to the user: options that would make a run faster. All functions are pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -28,9 +28,10 @@ class Advice:
 
     Attributes:
         text: the advice as a sentence.
-        option: words to add to the command line; empty: the advice is no option.
-        times: expected samples per second with the option, divided by the plan's; None: unknown.
-        price: known disadvantage of the option, in words; empty: none.
+        option: words to add to the command line; empty if the advice is a fact and not an option.
+        times: expected samples per second with the option, divided by the expected samples per
+            second of the plan. None: unknown.
+        price: known disadvantage of the option, in words; empty without one.
     """
 
     text: str
@@ -56,8 +57,9 @@ def better_modes(
 ) -> tuple[Advice, ...]:
     """Return advice on wire modes that would be faster than ``mode``.
 
-    A wire mode is the form in which gradients travel between ranks. There are two candidates: the
-    fastest mode that only rounds the gradient, and the fastest inexact mode if it is faster still.
+    A wire mode is the form in which gradients travel between ranks. The advice names the fastest
+    mode that only rounds the gradient. If the fastest inexact mode is faster still, the advice
+    names this mode too.
 
     Args:
         options: for each measured mode, the ranks that would train and their forecast.
@@ -90,7 +92,7 @@ def fewer_hosts(
     machines: Sequence[int],
     links: Links | None,
 ) -> tuple[Advice, ...]:
-    """Advise to leave out requested hosts without which a step would be shorter.
+    """Advise the user to leave out hosts if a step would be shorter without them.
 
     Args:
         choice: the ranks that would train if all hosts were optional.
@@ -118,7 +120,7 @@ def fewer_hosts(
 def better_engine(
     traits: EngineTraits, predicted: Forecast, engines: Mapping[str, Forecast]
 ) -> tuple[Advice, ...]:
-    """Advise an engine that would be faster because it communicates differently.
+    """Advise another engine if its communication takes less time.
 
     Args:
         traits: traits of the engine in use.
@@ -145,7 +147,7 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """Advise a larger batch if all hosts together are hardly faster than the best host alone.
+    """Advise a larger batch if all hosts together are hardly faster than the fastest host alone.
 
     The advice is empty if the batch is large enough, or if no larger batch would help.
 
@@ -162,7 +164,11 @@ def larger_batch(
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
     def gain(samples: int) -> tuple[float, int, float]:
-        """Return the gain over the best host alone, a rank of that host, and the overall rate."""
+        """Return three values for a batch of ``samples`` samples.
+
+        The values are the speed of all hosts relative to the fastest host alone, a rank of that
+        host, and the samples per second of all hosts.
+        """
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
@@ -192,13 +198,13 @@ def larger_batch(
 def bound_by_input(
     names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int], packs: bool
 ) -> tuple[Advice, ...]:
-    """Advise a remedy for each host whose ranks wait while their samples are read.
+    """Advise a remedy for each host whose ranks wait for the data loader.
 
     Args:
         names: host of each rank.
         speeds: speed of each rank.
         counts: samples of each rank in a step.
-        packs: True if the samples are image files, which ``--dataset packed`` reads faster.
+        packs: True if the samples are image files. ``--dataset packed`` would read them faster.
     """
     packed = typed_command("--dataset packed reads images faster (see setup/stage_cn.sh -h)")
     result = {}

@@ -1,10 +1,12 @@
-"""Evidence that a rank's speed differs from the speed on which its share is based. Pure.
+"""Statistical tests if a rank's speed differs from the speed that its share assumes.
+
+The module reads no file, clock or hardware.
 
 A share is the number of samples that a rank takes in a step. A column is a series of ratios, one
 per step: the time that a rank took, divided by the expected time. A window of k steps shows a
 change if at least m of its steps lie beyond a threshold on one side (:data:`WINDOWS`). The
-threshold follows from the noise of the column. Noise alone shows a change in one of a million
-checks of all columns (see ARITHMETIC.md).
+threshold follows from the noise of the column. The thresholds are such that noise alone shows a
+change in one of a million checks (see ARITHMETIC.md).
 """
 
 import math
@@ -46,7 +48,7 @@ class Groups:
         return len(self._size) == len(self._group)
 
     def median(self, values: Floats) -> Floats:
-        """Return for each column the median of its group.
+        """Return, for each column, the median of its group's values.
 
         With an even number of values, the median is the geometric mean of the middle two.
         """
@@ -59,7 +61,9 @@ class Groups:
 
 
 class Evidence:
-    """The last steps' ratios of measured to expected time, in columns, and their noise.
+    """The ratios of measured to expected time in the last steps, and their noise.
+
+    A column of ratios belongs to a device.
 
     Args:
         groups: groups of columns whose devices are equal. A column's threshold is at least the
@@ -82,14 +86,14 @@ class Evidence:
         }
 
     def clear(self) -> None:
-        """Start to count the steps of another split.
+        """Start again with a new split of the batch among the ranks.
 
-        Earlier steps still serve to estimate the noise.
+        Steps before the call are still used to estimate the noise.
         """
         self.steps = 0
 
     def add(self, ratios: Floats) -> None:
-        """Append the ratios of a step, [columns]."""
+        """Append the ratios of one step, an array of shape [columns]."""
         if self._end == len(self._ratios):
             self._ratios[:LONGEST] = self._ratios[LONGEST:]
             self._folds[:LONGEST] = self._folds[LONGEST:]
@@ -101,9 +105,9 @@ class Evidence:
             self._estimate_noise()
 
     def explain_steps(self, steps: int, change: Floats) -> None:
-        """Remove the effect of a known change from the last ratios before :meth:`clear`.
+        """Divide the last ratios by the effect of a known change. Call this before :meth:`clear`.
 
-        Otherwise the change would count as noise.
+        Otherwise the change would increase the estimate of the noise.
 
         Args:
             steps: number of steps that the change affected.
@@ -116,7 +120,7 @@ class Evidence:
         self._estimate_noise()
 
     def is_due(self, window: int) -> bool:
-        """Return True if a window of this many steps is to be checked now.
+        """Return True if a window of ``window`` steps is to be checked now.
 
         A window of k steps is checked every k / 4 steps.
         """
@@ -124,13 +128,13 @@ class Evidence:
         return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
 
     def get_last(self, steps: int) -> Floats:
-        """Return the ratios of the last steps, [steps, columns]."""
+        """Return the ratios of the last ``steps`` steps, with shape [steps, columns]."""
         return self._ratios[self._end - steps : self._end]
 
     def find_changes(self, window: int) -> Floats | None:
         """Return the median ratio of each column that has changed, and 1 for all other columns.
 
-        None if no column has changed in the last ``window`` steps.
+        Return None if no column has changed in the last ``window`` steps.
         """
         quorum = WINDOWS[window]
         is_beyond = self._folds[self._end - window : self._end] > self._thresholds[window]
@@ -143,11 +147,12 @@ class Evidence:
         return np.where(has_changed, median(ratios), 1.0) if has_changed.any() else None
 
     def _estimate_noise(self) -> None:
-        """Compute the threshold of each window and column.
+        """Compute the threshold of each window length and column from the noise.
 
-        Noise may exceed the threshold only with the probability that belongs to the window. The
-        threshold is the larger of two: the quantile of a normal distribution with the measured
-        deviation, and the ratio that only this fraction of the past steps exceeded.
+        Each window length has a probability p with which noise may exceed the threshold. The
+        threshold is the larger of two values. One is the quantile 1 - p of a normal distribution
+        with the measured deviation. The other is the ratio that only a fraction p of the past steps
+        exceeded.
         """
         ratios = self.get_last(min(self._known, LONGEST))
         if len(ratios) < LONGEST // 2:
@@ -187,16 +192,16 @@ def _quantile(tail: float) -> float:
 
 
 def _compare_to_median(ratios: Floats) -> Floats:
-    """Return the ratios divided by their column's median, each column in ascending order."""
+    """Divide the ratios by the median of their column, and sort each column in ascending order."""
     ascending = np.sort(ratios, axis=0)
     centred: Floats = ascending / _middle(ascending)
     return centred
 
 
 def _compute_deviation(ascending: Floats) -> Floats:
-    """Return the standard deviation of each column's logarithm.
+    """Return the standard deviation of the logarithms in each column.
 
-    Rare long steps hardly change it.
+    The estimate is robust: rare long steps hardly change the result.
     """
     outside = int(0.15 * len(ascending))  # steps on each side; 1.0364 deviations if normal
     deviations: Floats = (

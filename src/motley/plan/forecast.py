@@ -1,4 +1,6 @@
-"""Forecasts of the time of a step, for a split and its alternatives, from measured speeds. Pure.
+"""Forecasts of the seconds of a step for a split, computed from measured speeds.
+
+The module reads no file, clock or hardware.
 
 A split is the number of samples that each rank takes in a step.
 """
@@ -32,16 +34,16 @@ class Forecast:
 
     Attributes:
         global_batch: samples in a step.
-        compute_s: seconds that each rank computes in a step.
+        compute_s: for each rank, the seconds in which it computes in a step.
         wire_s: seconds that the all-reduce of the whole gradient would take without overlap. In
             Local SGD: seconds of an averaging round, divided by the steps of the round.
-        buckets: number of gradient buckets whose all-reduces overlap the backward pass; 1: one
-            all-reduce after it.
+        buckets: number of gradient buckets whose all-reduces overlap the backward pass. 1: one
+            all-reduce after the backward pass.
         exposed_s: seconds of the all-reduce that the backward pass does not hide.
-        limit_s: seconds of a step in which no rank waits and no data is sent, on all hosts,
-            including those that the plan leaves out.
-        input_s: seconds that the rank with the longest ``compute_s`` waits for samples. These are
-            part of ``compute_s``.
+        limit_s: seconds of an ideal step, in which no rank waits and no data is sent. All hosts
+            take part, including hosts that the plan leaves out.
+        input_s: seconds in which the rank with the longest ``compute_s`` waits for samples. These
+            seconds are part of its ``compute_s``.
     """
 
     global_batch: int
@@ -64,12 +66,12 @@ class Forecast:
 
     @property
     def fraction(self) -> float:
-        """Expected samples per second, divided by those at ``limit_s``; 1 if no time is lost."""
+        """Expected samples per second as a fraction of the ideal rate; 1 if no time is lost."""
         return min(1.0, self.limit_s / self.step_s)
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds by which a step takes longer than ``limit_s``, by cause."""
+        """Seconds by which a step takes longer than an ideal step (``limit_s``), by cause."""
         lost = {"the wire": self.exposed_s, "input": self.input_s}
         lost["shares and micro-batches of other than the best sizes"] = (
             self.step_s - self.limit_s - sum(lost.values())
@@ -77,11 +79,11 @@ class Forecast:
         return lost
 
     def sentence(self, unit: str, weight: float) -> str:
-        """Return the forecast in words, for the log.
+        """Return the forecast as a sentence for the log.
 
         Args:
-            unit: unit that rates count.
-            weight: weight of a sample in this unit.
+            unit: unit in which rates count, such as images or tokens.
+            weight: number of units in a sample.
         """
         rate, most = weight * self.samples_per_s, weight * self.global_batch / self.limit_s
         causes = ", ".join(
@@ -115,16 +117,17 @@ def forecast(
     wire: AllReduceCost,
     buckets: int | None = None,
 ) -> Forecast:
-    """Forecast the step of a split.
+    """Forecast the seconds of a step in which each rank takes the given number of samples.
 
-    Data may be sent while the last micro-batch's backward pass still computes gradients. The
-    backward pass is assumed to take two thirds of the micro-batch's time.
+    Gradients may be sent while the backward pass of the last micro-batch still computes. This
+    function assumes that the backward pass takes two thirds of a micro-batch's time.
 
     Args:
         counts: samples of each rank in a step.
         speeds: speed of each rank.
         wire: cost of an all-reduce.
-        buckets: number of gradient buckets. None: the smallest number that is about as fast as any.
+        buckets: number of gradient buckets. None: the smallest number that is about as fast as the
+            fastest number.
     """
     total = sum(counts)
     compute = tuple(Speeds(speeds).compute_seconds(np.array(counts, dtype=float)).tolist())
@@ -156,11 +159,12 @@ def forecast(
 def split_and_forecast(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
-    """Split the batch, choose micro-batches that make a step short, and forecast the step.
+    """Split a batch among the ranks, choose the size of micro-batches, and forecast a step.
 
-    Each rank takes its fastest micro-batch. If the backward pass is to hide the all-reduce, each
-    rank takes its whole share as one micro-batch. If each micro-step communicates, all ranks take
-    the number of micro-batches with the shortest step.
+    Each rank takes the size at which it computes fastest. Two cases differ. If the backward pass is
+    to hide the all-reduce, each rank takes its whole share as one micro-batch. If the engine
+    communicates in each micro-batch, all ranks take the number of micro-batches that gives the
+    shortest step.
 
     Returns:
         The speed tables with the chosen micro-batches, the samples of each rank, and the forecast.
@@ -186,11 +190,12 @@ def split_and_forecast(
 def _longer(
     speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
 ) -> Iterator[tuple[SpeedTable, ...]]:
-    """Yield speed tables with larger micro-batches, so that a share has fewer of them.
+    """Yield speed tables with larger micro-batches, so that each rank needs fewer micro-batches.
 
-    The first candidate has one micro-batch per share. If each micro-step communicates, there are
-    further candidates. Each of them has as many micro-batches on all ranks as the rank with the
-    most micro-batches needs at one of its timed sizes.
+    In the first candidate, each rank's share is one micro-batch. If the engine communicates in each
+    micro-batch, further candidates follow. Each of these candidates has an equal number of
+    micro-batches on all ranks. The rank with the most micro-batches sets this number by one of its
+    timed sizes.
     """
     pairs, few, mores = list(zip(speeds, counts, strict=True)), {1}, {0}
     if wire.allreduces_per_micro_step > 0:
@@ -207,11 +212,11 @@ def _longer(
 
 @dataclass(frozen=True)
 class Choice:
-    """The ranks that should train, with the forecasts that led to the choice.
+    """A choice of the ranks that should train, with the forecasts on which it is based.
 
     Attributes:
-        ranks: numbers of these ranks, ascending.
-        idle: ranks that would get no sample.
+        ranks: numbers of the chosen ranks, ascending.
+        idle: numbers of the ranks that would get no sample.
         with_all: forecast with all ranks.
         chosen: forecast with ``ranks``.
     """
@@ -231,7 +236,7 @@ def choose_machines(
     needed: int | None = None,
     fixed: bool = False,
 ) -> Choice:
-    """Return the ranks with which a step is shortest.
+    """Return the set of ranks that makes a step shortest.
 
     Ranks without samples are left out. Some hosts are left out too if this shortens the step by
     more than the error of the clocks. Every subset of a few hosts is tried. If there are many
@@ -286,7 +291,7 @@ def compute_rates(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:
-    """Return subsets of the hosts that might be faster than all hosts together."""
+    """Return sets of hosts that might be faster than all hosts together."""
     if len(rates) <= _FEW_MACHINES:
         sizes = range(1, len(rates))
         return [frozenset(some) for size in sizes for some in combinations(rates, size)]
@@ -297,7 +302,7 @@ def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[
 
 
 def _fewer_than(all_of_them: int) -> list[int]:
-    """Return numbers below ``all_of_them`` to try: all, or powers of two if there are many."""
+    """Return the numbers below ``all_of_them`` to try: all numbers, or only powers of two."""
     if all_of_them <= _FEW_MACHINES:
         return list(range(1, all_of_them))
     doubled = (2**power for power in range(all_of_them.bit_length()))
@@ -323,8 +328,8 @@ def forecast_alternatives(
         links: measured links between the hosts; None: not measured.
 
     Returns:
-        Forecasts, by a description of each way: the best rank alone, equal shares, the fastest few
-        ranks, and a doubled batch.
+        A forecast for each way, by a description of the way: the fastest rank alone, equal shares,
+        the fastest few ranks, and a doubled batch.
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].compute_seconds(global_batch))

@@ -1,4 +1,6 @@
-"""The length of a run and its batches, counted in samples. Pure.
+"""The length of a run and its batches, counted in samples.
+
+The module reads no file, clock or hardware.
 
 A length is not counted in steps, because the global batch may grow, as in ``512:2048:32/100M``.
 """
@@ -19,7 +21,7 @@ _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Ramp:
-    """The batch sizes of a run.
+    """The growth of the batch size during a run.
 
     Attributes:
         first: samples in the first step.
@@ -66,7 +68,7 @@ class RampedBatch(int):
     ramp: Ramp
 
     def __new__(cls, text: str) -> "RampedBatch":
-        """Read the text as :func:`read_ramp` does."""
+        """Parse the text as :func:`read_ramp` does."""
         ramp = read_ramp(text)
         made = super().__new__(cls, ramp.most)
         made.ramp = ramp
@@ -118,7 +120,7 @@ def read_ramp(text: str) -> Ramp:
 
 
 def growth(ramp: Ramp) -> Iterator[str]:
-    """Yield a line on the growing batch, to print at the start of a run; none without growth."""
+    """Yield a line for the user that describes the growth of the batch; none without growth."""
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
@@ -129,7 +131,7 @@ def growth(ramp: Ramp) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TrainState:
-    """The position of a run.
+    """The position of a run in its training.
 
     Attributes:
         step: number of optimizer steps taken.
@@ -146,8 +148,8 @@ class TrainState:
 class Length:
     """The length of a run in epochs, and its batches.
 
-    If a run continues with another batch size, each sample is still used once per epoch. Steps only
-    count how often the optimizer stepped.
+    If a run continues with another batch size, each sample is still used once per epoch. The number
+    of steps counts how often the optimizer stepped.
 
     Attributes:
         epochs: epochs of the whole run.
@@ -156,12 +158,12 @@ class Length:
         max_steps: step after which the run ends at the latest; None: no limit.
         save_every: steps between checkpoints; 0: no checkpoints; None: one checkpoint at the end of
             each epoch.
-        by_clock: True if the caller decides by time when checkpoints are due. A checkpoint is also
+        by_clock: True if the caller decides by time when to write checkpoints. A checkpoint is also
             due at the end of the run.
         ramp: growth of the batch up to ``batch``; None: the batch does not grow.
         eval_every: steps between evaluations; None: one evaluation at the end of each epoch.
-        eval_by_clock: True if the caller decides by time when evaluations are due. An evaluation is
-            also due at the end of the run.
+        eval_by_clock: True if the caller decides by time when to evaluate. An evaluation is also
+            due at the end of the run.
         eval_at_start: True if an evaluation is due before the first step.
     """
 
@@ -178,17 +180,17 @@ class Length:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Number of steps in an epoch with this batch."""
+        """Number of steps in an epoch with batches of ``batch`` samples."""
         return math.ceil(self.epoch_samples / self.batch)
 
     def at(self, position: TrainState) -> TrainState:
-        """Return ``position``; at the end of an epoch, return the start of the next epoch."""
+        """Return the position, or the start of the next epoch if it is the end of an epoch."""
         if position.consumed < self.epoch_samples:
             return position
         return TrainState(position.step, position.epoch + 1, 0)
 
     def after(self, position: TrainState, samples: int) -> TrainState:
-        """Return the position after a step of this many samples."""
+        """Return the position after a step of ``samples`` samples."""
         consumed = position.consumed + samples
         return self.at(dataclasses.replace(position, step=position.step + 1, consumed=consumed))
 
@@ -228,7 +230,10 @@ class Length:
         )
 
     def full_batch(self, position: TrainState) -> int:
-        """Return the samples of a full batch in the next step. The epoch may have fewer left."""
+        """Return the number of samples of a full batch in the next step.
+
+        The epoch may have fewer samples left.
+        """
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
@@ -248,7 +253,8 @@ class Length:
     def updates_at(self, step: int) -> float:
         """Return the position in the schedule after ``step`` steps from the start of the run.
 
-        See :meth:`updates`. If the run has fewer steps, the result is beyond its last epoch.
+        See :meth:`updates`. The result lies after the last epoch if the run has fewer than ``step``
+        steps.
         """
         if self.ramp is None or not self.ramp.over:
             return float(step)
@@ -259,14 +265,14 @@ class Length:
         return self.updates(position)
 
     def last_step(self, position: TrainState) -> int:
-        """Return the number of the step at which the run ends, if it continues from a position."""
+        """Return the number of the last step of a run that continues from a position."""
         if self.ended(position):
             return position.step
         last = position.step + sum(self._steps_of_epochs(position))
         return min(last, self.max_steps or last)
 
     def saves_left(self, position: TrainState) -> int:
-        """Return the number of checkpoints that are still to be written, at most."""
+        """Return an upper bound on the number of checkpoints that the run will still write."""
         last, every = self.last_step(position), self.save_every
         if every == 0 or last == position.step:
             return 0
@@ -278,7 +284,7 @@ class Length:
         return bisect_left(ends, last)  # an incomplete last epoch counts too
 
     def evaluations_left(self, position: TrainState) -> int:
-        """Return the number of evaluations that are still due, at most."""
+        """Return an upper bound on the number of evaluations that the run will still make."""
         last = self.last_step(position)
         if self.eval_by_clock or last == position.step:
             return last - position.step

@@ -1,11 +1,13 @@
-"""An estimate of the memory that a rank needs for a model, made before the allocation. Pure.
+"""An estimate of the memory that a rank needs for a model, made before the allocation.
+
+The module reads no file, clock or hardware.
 
 A model has P parameters, of which T are trained. Parameters take 4 P bytes, and gradients 4 T. An
 optimizer with k numbers of 32 bits per trained parameter takes 4 k T bytes. For AdamW k is 2. For
 an optimizer that keeps its state in 8 bits, k is a half, plus the scales of blocks. Over W ranks,
 each rank holds 1 / W of the state that an engine shards (motley.plan.wire). An engine that shards
-parameters gathers them in pieces. Its :class:`GatheredMemory` describes how many gathered bytes a
-rank holds at once.
+parameters gathers the parameters of a few blocks at a time for a pass. The engine's
+:class:`GatheredMemory` describes how many gathered bytes a rank holds at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ class ModelSize:
     Attributes:
         parameters: number of all parameters.
         trained: number of trained parameters.
-        largest: number of parameters in the largest piece of the model that is gathered at once.
-        outside: number of parameters that belong to no such piece, such as embeddings.
+        largest: number of parameters in the largest block of the model that is gathered at once.
+        outside: number of parameters that belong to no block, such as embeddings.
         slots: values of 32 bits per trained parameter that the optimizer keeps, including an
             average of the parameters, if there is one.
     """
@@ -45,9 +47,9 @@ class GatheredMemory:
     """The way in which an engine that shards parameters gathers them.
 
     Attributes:
-        estimate: function that returns the largest number of bytes that a rank holds of other
-            ranks' parts, and of gradients in transfer. The arguments are the model's size, the
-            bytes per gathered value, and the bytes per value of a gradient that is scattered.
+        estimate: function that returns the peak number of bytes on a rank for gathered parts of
+            other ranks and for gradients in transfer. The arguments are the model's size, the bytes
+            per gathered value, and the bytes per value of a gradient in a reduce-scatter.
         count_blocks: function that returns how many neighbouring blocks are gathered at once, given
             the number of parameters in each block.
         options: options that reduce this memory, as a user writes them.
@@ -58,7 +60,7 @@ class GatheredMemory:
     options: tuple[str, ...] = ()
 
     def cut(self, numbers: Sequence[int]) -> list[slice]:
-        """Return which blocks are gathered together, as slices of the list of blocks.
+        """Return the groups of blocks that are gathered together, as slices of the list of blocks.
 
         Args:
             numbers: number of parameters in each block.
@@ -75,7 +77,7 @@ class MemoryNeed:
         parameters: the rank's part of the parameters.
         gradients: the rank's part of the gradients.
         optimizer: the rank's part of the optimizer state.
-        gathered: peak memory for parts of other ranks and for gradients that are being sent.
+        gathered: peak memory for gathered parts of other ranks and for gradients in transfer.
         activations: memory that a pass over the largest micro-batch takes in addition to the memory
             that is allocated between passes; None: not measured.
         in_host: names of the parts that are in the host's memory and not on the device, out of
@@ -99,13 +101,13 @@ class MemoryNeed:
 
     @property
     def host(self) -> float:
-        """MiB of the host's memory."""
+        """MiB of the parts that are in the host's memory."""
         result: list[float] = [getattr(self, name) for name in self.in_host]
         return sum(result)
 
     @property
     def beside_activations(self) -> float:
-        """MiB on the device at the start of the backward pass, without activations."""
+        """MiB on the device when the backward pass starts, except for activations."""
         comes = not self.accumulates and "gradients" not in self.in_host
         return self.gathered + self.state - self.host - (self.gradients if comes else 0.0)
 
@@ -120,7 +122,7 @@ class MemoryNeed:
         return max(begins, self.gathered + self.state - self.host)
 
     def words(self) -> str:
-        """Return the parts of the memory in words."""
+        """Return a text that lists the parts of the memory."""
         parts = {
             "parameters": self.parameters, "gradients": self.gradients,
             "optimizer": self.optimizer, "gathered": self.gathered,
@@ -146,7 +148,7 @@ class Foreseen:
 
     Attributes:
         needs: memory of each rank, by its number in the group.
-        rooms: MiB of each rank's device that its process can use; None for a CPU.
+        rooms: for each rank, the MiB of its device that its process can use; None for a CPU.
     """
 
     needs: tuple[MemoryNeed, ...]
@@ -166,7 +168,7 @@ class Foreseen:
 
 
 def amount(mib: float) -> str:
-    """Return an amount of memory in words, as in ``3.2 GiB``."""
+    """Return an amount of memory as a text with a unit, such as ``3.2 GiB``."""
     return f"{mib / 1024:.3g} GiB" if mib >= 1000 else f"{mib:.3g} MiB"
 
 
@@ -202,7 +204,7 @@ def estimate_rank_memory(
 
 
 def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
-    """Return the smallest number of ranks, above ``ranks``, on which the model fits, or None.
+    """Return the smallest number of ranks above ``ranks`` that can hold the model, or None.
 
     Args:
         need: memory of a rank over the current number of ranks, if all of the state is sharded.

@@ -1,14 +1,16 @@
-"""The plan: the ranks that take part, and how much of every global batch each computes. Pure.
+"""The plan of a run: which ranks train, and how many samples of a batch each computes.
+
+The module reads no file, clock or hardware.
 
 The user sets the global batch N, which does not change by itself. Rank i takes n_i of its samples,
 where the n_i sum to N. The rank computes them in micro-batches of similar size, with at most m_i
 samples. Every rank derives the same plan from the same facts, so nothing here may read a clock, the
 environment or hardware.
 
-In a time T, rank i can compute a certain number of samples (see motley.plan.speeds). The split
-gives each rank this number, for the smallest T in which all ranks together compute the batch. Such
-a split minimises the time of the slowest rank. The arithmetic is vectorised over the ranks. A
-thousand ranks are split in milliseconds, and monitored in each step.
+In a time T, rank i can compute a certain number of samples (see motley.plan.speeds). The split uses
+the smallest T in which all ranks together can compute the batch, and gives each rank its number for
+this T. Such a split minimises the time of the slowest rank. The arithmetic is vectorised over the
+ranks. A thousand ranks are split in milliseconds, and monitored in each step.
 """
 
 import heapq
@@ -33,7 +35,7 @@ _BISECTIONS = 45
 
 
 class Speeds:
-    """The speed tables of all ranks, as arrays. Each array is [ranks].
+    """The speed tables of all ranks, as arrays of shape [ranks].
 
     Args:
         tables: speed tables of all ranks. All have the same grain, which is the number of samples
@@ -59,9 +61,9 @@ class Speeds:
         self._grain = tables[0].grain
 
     def computed_s(self, samples: Floats) -> Floats:
-        """Return the seconds that each rank takes for all its micro-batches, [ranks].
+        """Return the seconds that each rank takes for all its micro-batches; shape [ranks].
 
-        This is the costly part of :meth:`ready_s`, and depends on the samples alone.
+        This is the slow part of :meth:`ready_s`. The result depends on the samples alone.
         """
         parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
         computed: Floats = parts * self._micro_s(samples / parts)
@@ -70,7 +72,7 @@ class Speeds:
     def ready_s(
         self, samples: Floats, slowdown: Floats | float = 1.0, computed_s: Floats | None = None
     ) -> Floats:
-        """Return :meth:`SpeedTable.compute_seconds` without ``step_s``, for all ranks, [ranks].
+        """Return :meth:`SpeedTable.compute_seconds` minus ``step_s`` of all ranks; shape [ranks].
 
         Args:
             samples: samples of each rank in a step.
@@ -83,16 +85,16 @@ class Speeds:
         return ready
 
     def compute_seconds(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
-        """Return :meth:`SpeedTable.compute_seconds` for all ranks, [ranks].
+        """Return :meth:`SpeedTable.compute_seconds` of all ranks; shape [ranks].
 
         Args:
             samples: samples of each rank in a step.
-            slowdown: factor on the time of each rank, except on ``step_s``.
+            slowdown: factor by which each rank is slower than its table, except for ``step_s``.
         """
         return self.step_s + self.ready_s(samples, slowdown)
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
-        """Return the most samples that each rank computes in ``seconds``, [ranks].
+        """Return the most samples that each rank can compute in ``seconds``; shape [ranks].
 
         This is the inverse of :meth:`compute_seconds`.
         """
@@ -108,7 +110,7 @@ class Speeds:
     def count_whole_samples(
         self, seconds: float, slowdown: Floats | float = 1.0
     ) -> NDArray[np.int64]:
-        """Return :meth:`samples_in` rounded down to multiples of the grain, [ranks].
+        """Return :meth:`samples_in` rounded down to multiples of the grain; shape [ranks].
 
         A result that is below a whole number only by a rounding error is rounded up.
         """
@@ -124,7 +126,7 @@ class Speeds:
         return np.where(samples > 0, result, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
-        """Return the largest micro-batch, at most m, that each rank computes in these seconds."""
+        """Return the largest micro-batch, at most m, that each rank computes in ``seconds``."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
         result = self._between(seconds, self._seconds, self._sizes, right)
@@ -132,7 +134,7 @@ class Speeds:
         return np.where(place >= 0, result, 0.0)
 
     def _between(self, at: Floats, x: Floats, y: Floats, right: NDArray[np.int64]) -> Floats:
-        """Return ``y`` at ``x`` = ``at`` by linear interpolation, for each rank.
+        """Interpolate ``y`` linearly at the point ``at`` on the axis ``x``, for each rank.
 
         The line goes through the columns ``right`` - 1 and ``right``.
         """
@@ -150,7 +152,7 @@ def _filled(values: Sequence[float], length: int) -> Sequence[float]:
 def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
     """Return :attr:`SpeedTable.rising` of all tables, [ranks, sizes].
 
-    All tables are computed at once, because one by one they took half of the time of a plan.
+    Computing the tables one by one would take half of the time of a plan.
     """
     shortest = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     at_m = np.where(sizes == m[:, None], shortest, np.inf).min(axis=1)
@@ -160,13 +162,13 @@ def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
 
 
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
-    """Return the samples of each rank with which the slowest rank takes the shortest time.
+    """Return the number of samples for each rank that minimises the time of the slowest rank.
 
     The samples sum to the batch. Each rank's number is a multiple of the tables' grain, the number
     of samples that stay together. The batch must be a multiple of the grain, too.
 
-    The algorithm is fast for thousands of ranks. The time is found by bisection. Surplus samples
-    are then removed one by one, each from the rank that would finish last.
+    The algorithm is fast for thousands of ranks. First the time is found by bisection. Then surplus
+    samples are removed one by one, each from the rank that would finish last.
     """
     speeds = Speeds(_some(tables))
     whole = speeds.count_whole_samples(_time_for(global_batch, speeds, len(tables)))
@@ -186,7 +188,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
 
 
 def _slowest(count: int, seconds: Floats) -> Sequence[int]:
-    """Return the ``count`` slowest ranks, and all ranks that tie with the last of them."""
+    """Return the ``count`` slowest ranks. Include all ranks that tie with the fastest of them."""
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
@@ -198,8 +200,8 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     """Return the seconds of a step in which no rank waits and no data is sent.
 
     The limit assumes that samples can be divided, and that every rank computes at its best rate.
-    The result is the smallest T with sum of rate_i * (T - step_s_i) = N, over the ranks whose
-    step_s_i fits into T.
+    The result is the smallest T for which the sum of rate_i * (T - step_s_i) equals N. The sum is
+    over the ranks with step_s_i < T.
     """
     rate, lost, shortest = 0.0, 0.0, math.inf
     for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):
@@ -212,7 +214,7 @@ def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
     """Return the smallest time in which the ranks together compute the batch.
 
     The relative error is 1e-12. The result may be longer than the smallest time if the ranks
-    compute no further sample in between. This happens when the shares are equal.
+    compute no further sample in the difference. This happens when the shares are equal.
     """
     low = 0.0
     high = 1.000001 * float(speeds.compute_seconds(np.full(ranks, float(global_batch))).max())
@@ -247,16 +249,16 @@ class Rank:
         local_rank: number among the ranks of that host, from 0.
         gpus: UUIDs of the GPUs that are visible to the rank, in the order of their indices in the
             rank.
-        gpu: index of the rank's GPU in ``gpus``; None for the CPU. This field and ``reason`` are
-            set once :func:`choose_participants` has chosen the ranks that train.
+        gpu: index of the rank's GPU in ``gpus``; None for the CPU. :func:`choose_participants` sets
+            this field and ``reason``.
         reason: reason why the rank does not train; empty if it trains.
-        group_rank: number in the process group. This field and all that follow are set once a rank
-            that trains has opened its device.
+        group_rank: number in the process group. This field and all fields after it are set once a
+            rank that trains has opened its device.
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
         uuid: UUID of the GPU; empty without one.
         precision: precision in which the rank computes.
         why: reason for the choice of the precision, in words.
-        cores: cores to which the rank is bound, in words; empty: any.
+        cores: cores to which the rank is bound, in words; empty if the rank may use any core.
         maker: maker of the GPU, NVIDIA or AMD; empty without one.
     """
 
@@ -289,7 +291,7 @@ class Rank:
 def choose_participants(
     launched: Sequence[Rank], hosts: Collection[str] | None = None
 ) -> tuple[Rank, ...]:
-    """Choose which launched ranks train, and on which GPU, and return all ranks.
+    """Choose the launched ranks that train, and the GPU of each; return all ranks.
 
     On a host with GPUs, one rank per GPU trains. NCCL refuses two ranks on one GPU, and two models
     on one GPU only slow each other down. On a host without GPUs all ranks train. A launcher may
@@ -340,10 +342,10 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def cut(count: int, size: int) -> tuple[int, ...]:
-    """Divide ``count`` samples into as few micro-batches of at most ``size`` as possible.
+    """Divide ``count`` samples into the fewest micro-batches of at most ``size`` samples.
 
-    The sizes of the micro-batches differ by one at most. A small last micro-batch would take more
-    time per sample than a larger micro-batch.
+    The sizes of the micro-batches differ by one at most. Equal sizes avoid a small last
+    micro-batch, which would take more time per sample.
     """
     parts = -(-count // size)
     if parts == 0:
@@ -382,12 +384,12 @@ class Plan:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        """Number of groups of ``grain`` samples of each rank, including the short group."""
+        """Number of each rank's groups of ``grain`` samples, including the short group."""
         return apportion(-(-self.global_batch // self.grain), self.shares)
 
     @cached_property
     def _short(self) -> int:
-        """Number of samples in the short group; 0 if there is none."""
+        """Number of samples in the short group; 0 without a short group."""
         return self.global_batch % self.grain
 
     @cached_property
@@ -397,7 +399,7 @@ class Plan:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """n_i, the number of samples of each rank; they sum to N."""
+        """n_i, the number of samples of each rank. The sum is N, the global batch."""
         counts = [groups * self.grain for groups in self._groups]
         if self._short:
             counts[self._last] += self._short - self.grain
@@ -427,7 +429,7 @@ class Plan:
         return self if n == self.global_batch else replace(self, global_batch=n)
 
     def by_cost(self, costs: Sequence[float]) -> "Plan":
-        """Return this plan with the global batch divided by the cost of its samples.
+        """Return this plan with a split that divides the cost of the samples among the ranks.
 
         Each rank's fraction of the total cost equals its fraction of the shares, as closely as
         whole samples allow.
@@ -450,7 +452,7 @@ class Plan:
         """Return the plan with micro-batches of half the size on ranks that ran out of memory.
 
         Raises:
-            ValueError: a rank is down to one sample, or to one group.
+            ValueError: a rank's micro-batch is one sample, or one group, and cannot be halved.
         """
         most = list(self.max_micro_batch)
         for rank in ranks:
@@ -460,7 +462,7 @@ class Plan:
         return replace(self, max_micro_batch=tuple(most))
 
     def sentence(self, rank: int) -> str:
-        """Return the work of one rank in a step, in words for the log."""
+        """Return a sentence for the log that describes the work of one rank in a step."""
         count, steps = self.counts[rank], _count(len(self.micro_batches[rank]), "micro-step")
         groups = "" if count or self.grain == 1 else f" (a rank takes whole groups of {self.grain})"
         return f"{_count(count, 'sample')} in {steps}{groups}"

@@ -1,12 +1,13 @@
-"""The precision of each rank, and the loss scale that all ranks share. Pure.
+"""The precision of each rank, and the loss scale that all ranks share.
 
-The module also reads ``--shares``, ``--micro-batch`` and ``--hosts``, which have one value for all
-ranks or one per rank.
+The module reads no file, clock or hardware.
+
+The module also parses ``--shares``, ``--micro-batch`` and ``--hosts``.
 
 Parameters, gradients and optimizer state are fp32 everywhere. Only the forward and backward passes
 run under autocast. Every rank, also in fp32, multiplies its loss by the same scale, so that
-gradients can be summed. An overflow on any rank reaches all ranks through the sum, and all of them
-skip that step.
+gradients can be summed. After an overflow on any rank, the sum is not finite on any rank, and all
+ranks skip the step.
 """
 
 import math
@@ -29,7 +30,7 @@ class PerRank(Generic[Value]):
         flag: the option that has set the values.
         text: the value of the option, as the user wrote it.
         values: one value per rank, or a single value.
-        for_all: True if the single value applies to all ranks, however many there are.
+        for_all: True if the single value applies to any number of ranks.
     """
 
     flag: str
@@ -41,7 +42,7 @@ class PerRank(Generic[Value]):
         """Return one value for each of ``ranks`` ranks.
 
         Raises:
-            MotleyError: there is another number of values.
+            MotleyError: the number of values is not ``ranks``.
         """
         values = self.values * ranks if self.for_all else self.values
         if len(values) != ranks:
@@ -165,7 +166,7 @@ def read_precisions(text: str) -> PerRank[str]:
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """Return the precision in which a device of this CUDA capability is fast, and the reason.
+    """Return the fastest precision of a device with a CUDA capability, and the reason.
 
     Args:
         capability: major and minor version; None for a CPU.
@@ -185,7 +186,7 @@ _VEGA = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c")
 
 
 def best_precision_of_amd(architecture: str) -> tuple[str, str]:
-    """Return the precision in which an AMD GPU is fast, and the reason.
+    """Return the fastest precision of an AMD GPU, and the reason.
 
     Args:
         architecture: name that ROCm uses, such as ``gfx942:sramecc+:xnack-``. The last two digits
@@ -281,10 +282,10 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, unless its scale or that of this run is fixed.
+        """Load the state from a checkpoint, unless the saved or the present scale is fixed.
 
-        If the ranks' precisions have changed, one of the two scales may be fixed and the other one
-        dynamic.
+        If the ranks' precisions have changed since the checkpoint, one of the two scales may be
+        fixed and the other dynamic.
         """
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

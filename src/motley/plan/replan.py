@@ -1,9 +1,11 @@
-"""The re-planner, which proposes another split while training runs. Pure.
+"""The re-planner, which proposes another split of the batch while training runs.
 
-A split is the number of samples of each rank in a step. A *move* is the change to another split. A
-move is proposed once its expected gain is larger than the noise of the steps can explain. After a
-move without a gain, the re-planner waits longer. All ranks pass in the same numbers, which they
-have exchanged, so all ranks propose the same split.
+The module reads no file, clock or hardware.
+
+A split is the number of samples of each rank in a step. A *move* is the change to another split.
+The re-planner proposes a move once the noise of the steps cannot explain the expected gain. After a
+move without a gain, the re-planner waits longer. All ranks exchange their times, pass in the same
+numbers, and therefore propose the same split.
 """
 
 import math
@@ -26,7 +28,7 @@ _FORGIVEN = 256  # steps without a failure after which half as many steps must s
 
 
 class BackOff:
-    """The waiting times of ranks after moves that failed.
+    """The waiting times of ranks after moves that gained nothing.
 
     A rank has one waiting time for becoming slower, and one for becoming faster.
 
@@ -44,11 +46,11 @@ class BackOff:
         self._failed = 0  # last step of a failure
 
     def add_failure(self, change: Floats, step: int) -> None:
-        """Record a failed move.
+        """Record that a move to another split gained nothing.
 
         Args:
-            change: measured time of each rank, relative to the time for which the split was made.
-                Above 1: slower.
+            change: measured time of each rank, divided by the time that the split assumed. Above 1:
+                slower.
             step: the current step.
         """
         ranks = np.array([change > 1, change < 1])
@@ -64,7 +66,7 @@ class BackOff:
         """Return ``change``, with 1 (no change) for ranks that must wait or need a longer window.
 
         Args:
-            change: measured time of each rank, relative to the time for which the split was made.
+            change: measured time of each rank, divided by the time that the split assumed.
             window: number of steps in which the change was measured.
             step: the current step.
         """
@@ -124,9 +126,9 @@ class Proposal:
         counts: samples of each rank.
         slowdown: time of each rank, relative to the time measured before training. 2.0: the rank
             takes twice as long.
-        gain: expected fraction of a step's compute time that the split saves.
-        taken_back: expected and measured gain of the move that this proposal reverses; None if it
-            reverses none.
+        gain: fraction of a step's compute time that the split is expected to save.
+        taken_back: expected and measured gain of the move that this proposal reverses; None if this
+            proposal does not reverse a move.
     """
 
     counts: tuple[int, ...]
@@ -141,10 +143,10 @@ class _Move:
 
     Attributes:
         before: the split before the move.
-        reference: slowdown of each rank for which that split was made.
+        reference: slowdown of each rank that the split before the move assumed.
         change: each rank's slowdown divided by ``reference``. This change led to the move.
-        columns: the change in the columns of :class:`~motley.plan.evidence.Evidence`, before it was
-            combined to one ratio per rank.
+        columns: the same change with one ratio per column of
+            :class:`~motley.plan.evidence.Evidence`.
         window: number of steps that showed the change.
         gain: expected gain, as a fraction of the step's time.
         sample_s: seconds per sample of a step before the move.
@@ -152,7 +154,7 @@ class _Move:
         sample_times: seconds per sample of each step since the move.
         saved: seconds saved since the move, computed from the slowdowns in each step. Less than 0
             if the previous split would have been faster.
-        saves: seconds saved in the last step.
+        saves: seconds that the move saved in the last step.
         losses: for each of the last steps, True if the previous split would have saved a relevant
             fraction of the step's time.
     """
@@ -177,8 +179,8 @@ class ReplanMonitor:
     Args:
         speeds: tables measured before training. Empty if the user has set the split, which then
             stays.
-        kinds: device of each rank. A value of another type is the name of a device, and no other
-            device has the same model.
+        kinds: device of each rank. A value that is not a :class:`Device` is the name of a device
+            with a model of its own.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
@@ -203,7 +205,7 @@ class ReplanMonitor:
         self._expect(speeds)
 
     def reset(self) -> None:
-        """Start to monitor another split: the last proposal if there was one."""
+        """Start to monitor a new split, which is the last proposal if one was made."""
         last, self._move, self._is_limited = self._move, None, False
         if self._offered:
             proposal, move = self._offered
@@ -215,7 +217,7 @@ class ReplanMonitor:
         self._restart()
 
     def limit(self, micro_batches: Sequence[int]) -> None:
-        """Limit the micro-batches to these sizes, one per rank, from now on."""
+        """Limit the micro-batches of each rank to these sizes from now on."""
         # Without speeds, the user has set the split.
         pairs = zip(self._tables, micro_batches, strict=False)
         self._expect([table.at_most(size) for table, size in pairs])
@@ -224,13 +226,13 @@ class ReplanMonitor:
     def step(
         self, ready_s: Sequence[float], counts: Sequence[int], full: Sequence[int] | None = None
     ) -> Proposal | None:
-        """Add a step, and return another split if it would be faster.
+        """Add the times of a step, and return another split if it would be faster.
 
         Args:
             ready_s: seconds until each rank's gradient was ready.
             counts: samples of each rank in this step.
-            full: samples of each rank in a batch of full size, if the batch is still growing; None:
-                equal to ``counts``.
+            full: samples of each rank in a batch of full size, while the batch is still growing.
+                None: equal to ``counts``.
 
         Returns:
             A proposal, or None if the current split fits. If the caller does not use the proposal,
@@ -260,7 +262,7 @@ class ReplanMonitor:
         return self._offered[0] if self._offered else None
 
     def _expect(self, tables: Sequence[SpeedTable]) -> None:
-        """Set the speeds that are expected from now on."""
+        """Set the speed tables from which the expected times are computed."""
         self._tables = tuple(tables)
         self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
         self._loads: dict[tuple[int, ...], _Load] = {}
@@ -268,7 +270,7 @@ class ReplanMonitor:
         self._restart()
 
     def _restart(self) -> None:
-        """Discard the steps so far."""
+        """Discard the times of all steps so far."""
         self._evidence.clear()
         self._centres: deque[float] = deque(maxlen=LONGEST)
         self._sample_s: deque[float] = deque(maxlen=LONGEST)
@@ -276,7 +278,7 @@ class ReplanMonitor:
         self._next_look = 0
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
-        """Return the compute times of a split, from a cache if possible."""
+        """Return the expected compute times of a split, from a cache if possible."""
         key = tuple(counts)
         if key not in self._loads:
             if len(self._loads) >= _REMEMBERED:
@@ -287,10 +289,10 @@ class ReplanMonitor:
     def _take_back(
         self, speeds: Speeds, load: "_Load", slowdown: Floats
     ) -> tuple[Proposal, _Move] | None:
-        """Update the time that the last move has saved. Reverse the move if it saves too little.
+        """Update the time that the last move has saved. Propose to reverse a move without a gain.
 
         Returns:
-            The reversal, or None.
+            The proposal to reverse the move, and the reverse move; None if the move stays.
         """
         move = self._move
         if move is None:
@@ -323,7 +325,7 @@ class ReplanMonitor:
         )
 
     def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
-        """Return another split if the steps of some window show that it is faster; else None."""
+        """Return a split that the measured steps show to be faster, or None."""
         if self._evidence.steps < self._next_look:
             return None
         for window in WINDOWS:
@@ -354,7 +356,7 @@ class ReplanMonitor:
         return None
 
     def _combine_columns(self, columns: Floats) -> Floats:
-        """Return one ratio per rank, given one ratio per column of the evidence (last axis)."""
+        """Compute one ratio per rank from the ratios of all columns, on the last axis."""
         if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
@@ -362,7 +364,7 @@ class ReplanMonitor:
         return ratios
 
     def _compute_error(self, before: int, after: int) -> float:
-        """Return the standard error of a gain that is computed from two medians.
+        """Return the standard error of a gain that compares two medians of step times.
 
         Args:
             before: number of steps in the median before the move.
@@ -371,7 +373,7 @@ class ReplanMonitor:
         return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
     def _allow(self, change: Floats, window: int) -> Floats:
-        """Return ``change``, with 1 for ranks that must wait or whose last move is on trial."""
+        """Return ``change``, with 1 (no change) for ranks that must wait after a move."""
         change = self._back_off.allow(change, window, self._steps)
         if self._move is None or not self._move.trial:
             return change
@@ -383,7 +385,7 @@ class ReplanMonitor:
 
         Args:
             load: compute times of the current split.
-            change: each rank's slowdown, divided by the slowdown for which the split was made.
+            change: each rank's slowdown, divided by the slowdown that the present split assumes.
             window: number of steps that show the change.
         """
         speeds = self._speeds
@@ -418,14 +420,14 @@ class ReplanMonitor:
 
 @dataclass(frozen=True)
 class _Load:
-    """A split, and the times that each rank takes for it at the speeds measured before training.
+    """A split, and each rank's time for it at the speeds that were measured before training.
 
     Attributes:
         counts: samples of each rank.
         samples: ``counts`` as an array.
         computed_s: see :meth:`Speeds.computed_s`.
         ready_s: see :meth:`Speeds.ready_s`.
-        least: samples that each working rank must keep: one group that stays together.
+        least: samples that each rank with samples must keep, which is one group of ``grain``.
         least_s: ``computed_s`` of ``least``.
     """
 
@@ -438,7 +440,7 @@ class _Load:
 
     @classmethod
     def from_counts(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
-        """Return the compute times of these samples."""
+        """Return the split ``counts`` with its compute times."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)
         computed_s = speeds.computed_s(samples)
@@ -447,7 +449,7 @@ class _Load:
 
 
 def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
-    """Return the split with at least ``grain`` samples for each rank that has samples now.
+    """Return the new split with at least ``grain`` samples for each rank that has samples now.
 
     A rank without samples could not show that it has become faster again.
     """

@@ -1,12 +1,15 @@
-"""Measured speeds of ranks, and of the links between hosts. Pure.
+"""Measured speeds of ranks, and of the links between hosts.
+
+The module reads no file, clock or hardware.
 
 Source of the arithmetic: ARITHMETIC.md. A rank needs
 
     t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
 seconds for n samples in k micro-batches of similar size. micro(b) is the time of one micro-batch of
-b samples, from a measured table. Reading takes input_s per sample. Without loader processes, this
-time is added to t(n). With loader processes, which read ahead, the longer time counts:
+b samples, from a measured table. Reading takes input_s seconds per sample. Without loader
+processes, this time is added to t(n). With loader processes, which read ahead, t(n) is the longer
+of the two times:
 
     t(n) = max(step_s + k * micro(n / k), n * input_s)
 
@@ -38,8 +41,8 @@ class SpeedTable:
         grain: number of samples that stay together in one micro-batch. All sizes are multiples of
             it.
         compiled: True if the model was compiled.
-        input_s: seconds per sample in which all loader processes of the rank together read; 0: not
-            counted.
+        input_s: seconds per sample that all loader processes of the rank together need to read; 0:
+            reading is not counted.
         reads_ahead: True if loader processes read while the rank computes. False: the rank itself
             reads before it computes.
         readers: number of loader processes; None: the usual number.
@@ -77,10 +80,12 @@ class SpeedTable:
 
     @cached_property
     def micro_batch(self) -> int:
-        """m: the preferred size, or the largest measured size with about the best rate.
+        """m, the largest micro-batch of the rank: ``preferred``, or the size with the best rate.
 
-        The largest size is chosen, because most shares are not a multiple of m. A share that is cut
-        into few micro-batches is computed at nearly the best rate.
+        If several measured sizes have about the best rate, m is the largest of these sizes.
+
+        Most shares are not a multiple of m. A share that is cut into few large micro-batches is
+        still computed at nearly the best rate.
         """
         if self.preferred:
             return self.preferred
@@ -90,15 +95,16 @@ class SpeedTable:
 
     @cached_property
     def rate(self) -> float:
-        """Best measured samples per second, without the time of the optimizer."""
+        """Best measured number of samples per second, without the time of the optimizer."""
         return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
     @cached_property
     def rising(self) -> tuple[float, ...]:
         """``seconds`` without the noise of the clock.
 
-        In the result, fewer samples never take more time, since a disturbance only lengthens a
-        measurement. No size below m takes less time per sample than m.
+        A disturbance only lengthens a measurement. The values are therefore lowered until fewer
+        samples never take more time. The values below m are raised until no size takes less time
+        per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
@@ -127,11 +133,11 @@ class SpeedTable:
         return max(computed, read) if self.reads_ahead else computed + read
 
     def waits_s(self, samples: float) -> float:
-        """Return the seconds of :meth:`compute_seconds` in which the rank waits for its samples."""
+        """Return the seconds in a step in which the rank waits for its samples."""
         return self.compute_seconds(samples) - self.computing().compute_seconds(samples)
 
     def computing(self) -> "SpeedTable":
-        """Return the table without the time to read samples."""
+        """Return a copy of the table without the time to read samples."""
         return replace(self, input_s=0.0, reads_ahead=False, readers=None)
 
     def slower(self, factor: float) -> "SpeedTable":
@@ -140,7 +146,7 @@ class SpeedTable:
         return replace(self, seconds=seconds, input_s=factor * self.input_s)
 
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
-        """Return the table with one more timed size.
+        """Return a copy of the table with one more timed size.
 
         Args:
             size: samples in a micro-batch.
@@ -157,7 +163,7 @@ class SpeedTable:
         )
 
     def compiled_as(self, seconds: Mapping[int, float]) -> "SpeedTable":
-        """Return the table of the compiled model, which was timed at some sizes only.
+        """Return the table for the compiled model, which was timed at some sizes only.
 
         All other sizes are assumed to have the speed-up of the largest timed size.
 
@@ -178,9 +184,11 @@ class SpeedTable:
         return result
 
     def in_one(self, samples: int) -> "SpeedTable":
-        """Return the table whose m is the smallest timed size that holds ``samples``.
+        """Return a copy of the table in which one micro-batch holds ``samples`` if possible.
 
-        If no size holds them, m is the largest timed size.
+        The preferred size m becomes the smallest timed size of at least ``samples``.
+
+        If all timed sizes are smaller, m becomes the largest timed size.
         """
         if samples <= 0:
             return self
@@ -188,7 +196,7 @@ class SpeedTable:
         return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "SpeedTable":
-        """Return the table without micro-batches above this size.
+        """Return a copy of the table without micro-batches above ``micro_batch``.
 
         The size ``grain`` always stays.
         """
@@ -261,8 +269,8 @@ class Flow:
     """The measured traffic from one host to another.
 
     Attributes:
-        bytes_per_s: rate at which data of one TCP connection arrives; 0.0 if large packets do not
-            arrive.
+        bytes_per_s: bytes per second that arrive over one TCP connection; 0.0 if large packets do
+            not arrive.
         latency_s: half of a small message's round-trip time, in seconds.
         error: reason why nothing was measured; empty without an error.
     """
@@ -293,7 +301,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Links:
-    """All measured flows between hosts.
+    """All measured data flows between hosts.
 
     Attributes:
         hosts: names of the hosts. The key of a host, here and below, is the lowest rank on it.
@@ -335,14 +343,16 @@ class Links:
         return self._most.get(("receives", machine), 0.0)
 
     def carries(self, machine: int) -> float:
-        """Return the bytes per second of a host's slower direction.
+        """Return the bytes per second of a host's link in its slower direction.
 
         This rate limits a ring all-reduce.
         """
         return min(self.sends(machine), self.receives(machine))
 
     def ring_s(self, size: float, ranks: int, among: Collection[int] | None = None) -> float:
-        """Return the shortest time of a ring all-reduce: 2 (n - 1) / n of the size over each link.
+        """Return the least seconds of a ring all-reduce.
+
+        Each link carries 2 (n - 1) / n of the size.
 
         Args:
             size: size of the summed tensor, in bytes.
@@ -356,9 +366,9 @@ class Links:
         return 2 * (ranks - 1) / ranks * size / slowest if slowest > 0 else float("inf")
 
     def slow_rank(self) -> int | None:
-        """Return the host whose link is far slower than all others', or None.
+        """Return the host whose link is far slower than the links of all other hosts, or None.
 
-        A host is given by the lowest rank on it.
+        The lowest rank on the host stands for the host.
         """
         if len(self.hosts) < 3:
             return None
@@ -392,19 +402,19 @@ class Links:
         return cls({number: name for name, number in numbers.items()}, flows, ports)
 
     def slowest(self) -> int | None:
-        """Return the host whose link carries the fewest bytes per second, or None."""
+        """Return the host whose link carries the fewest bytes per second; None without links."""
         known = [machine for machine in self.hosts if self.carries(machine) > 0]
         return min(known, key=self.carries, default=None)
 
     def sentence(self, machine: int) -> str:
-        """Return the speed of a host's link, in words."""
+        """Return a sentence on the speed of a host's link."""
         return (
             f"{self.hosts[machine]} sends {_rate(self.sends(machine))}, receives "
             f"{_rate(self.receives(machine))}, latency {1e3 * self.latency_s(machine):.2g} ms"
         )
 
     def latency_s(self, machine: int) -> float:
-        """Return the seconds of the fastest small message to or from a host.
+        """Return the latency in seconds of the fastest small message to or from a host.
 
         The result is infinity if no message was measured.
         """
@@ -452,7 +462,7 @@ class Links:
         return why
 
     def _busy(self, machine: int) -> str:
-        """Return a sentence on other programs that use a host's link; empty without any."""
+        """Return a sentence on other programs that use a host's link; empty if none does."""
         port = self.ports.get(machine)
         if port is None:
             return ""
@@ -469,7 +479,7 @@ class Links:
         return any(map(self._busy, self.hosts))
 
     def _switch(self) -> str:
-        """Return a sentence if all links are far slower than their ports' nominal rate; else ""."""
+        """Return a warning if all links are far slower than their nominal rate; else ""."""
         says = [port.mbit for port in self.ports.values() if port.mbit]
         if len(self.hosts) < 2 or len(says) < len(self.hosts):
             return ""
@@ -501,17 +511,17 @@ class Links:
 
 
 def _rate(bytes_per_s: float) -> str:
-    """Return a rate in words, as in ``117 MB/s``."""
+    """Return a rate as a text with a unit, such as ``117 MB/s``."""
     return (
         f"{bytes_per_s / 1e6:,.3g} MB/s" if bytes_per_s < 1e9 else f"{bytes_per_s / 1e9:.3g} GB/s"
     )
 
 
 def rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs in which all hosts are paired with each other.
+    """Return a schedule of pairs in which each host meets each other host once.
 
-    A host is in one pair per round at most. This is a round-robin tournament: it has as many rounds
-    as hosts, or one less if their number is even.
+    The schedule is a list of rounds, as in a round-robin tournament. A host is in one pair per
+    round at most. An odd number n of hosts needs n rounds, and an even number needs n - 1.
     """
     circle = [*machines, *([None] if len(machines) % 2 else [])]
     table = []

@@ -1,8 +1,10 @@
-"""Wire modes: their properties, and the time of an all-reduce in each. Pure.
+"""Wire modes: their properties, and the time of an all-reduce in each mode.
+
+The module reads no file, clock or hardware.
 
 A wire mode is the form in which gradients travel between ranks. The modes that ``--wire`` selects
-are in motley.comm.modes, one module per kind. This module also defines the traits of an engine, on
-which the time depends.
+are in motley.comm.modes, one module per kind. This module also defines the traits of an engine that
+affect the time.
 """
 
 import dataclasses
@@ -61,7 +63,9 @@ class WireMode(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, number: str) -> Self:
-        """Return the mode for the text that follows ``NAME:``, which is empty if there is none.
+        """Return the mode for the text after ``NAME:`` in ``--wire NAME:NUMBER``.
+
+        The text is empty without a NUMBER.
 
         Raises:
             ValueError: the text is not valid. The error message states a valid form.
@@ -69,18 +73,20 @@ class WireMode(ABC):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence["WireMode"]:
-        """Return modes to measure without a user's request. Modes that would be faster are advised.
+        """Return modes to measure even if the user has not requested them.
+
+        If such a mode would be faster, Motley advises the user to take it.
 
         Args:
             precisions: precisions of the ranks.
-            part: seconds of a step's communication in the exact mode, divided by the seconds of a
-                step without communication.
+            part: communication time of a step in the exact mode, divided by the time of a step
+                without communication.
         """
         return ()
 
     @property
     def dtype(self) -> str:
-        """Type of the numbers that travel, as ``--precision`` names it."""
+        """Type of the numbers that ranks send, by its name in ``--precision``."""
         return "fp32"
 
     @property
@@ -90,12 +96,12 @@ class WireMode(ABC):
 
     @property
     def least_side(self) -> int:
-        """Side of the smallest square matrix that is compressed in the same way as large ones."""
+        """Rows of the smallest square matrix that the mode compresses like a large matrix."""
         return 1
 
     @property
     def is_inexact(self) -> bool:
-        """True if the mode does more than round the gradient, which may cost accuracy."""
+        """True if the mode does more than round the gradient, which may reduce accuracy."""
         return self.addition is not Addition.NUMBERS
 
     @property
@@ -105,16 +111,16 @@ class WireMode(ABC):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """Mean loss of top-1 accuracy against the exact mode in points, and the number of seeds.
+        """Loss of top-1 accuracy against the exact mode in percentage points, and number of seeds.
 
-        The data set is digits or textures, whichever lost more
-        (benchmarks/results/accuracy_wire*.json). None: unknown.
+        The loss is a mean over the seeds. The data set is digits or textures, the one with the
+        larger loss (benchmarks/results/accuracy_wire*.json). None: unknown.
         """
         return None
 
     @property
     def price(self) -> str:
-        """Effect on the gradient and on accuracy, in words."""
+        """Description of the mode's effect on the gradient and on accuracy."""
         if self.lost_points is None:
             return "it is inexact, and its cost in accuracy was not measured"
         lost, seeds = self.lost_points
@@ -125,7 +131,7 @@ class WireMode(ABC):
         )
 
     def count_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the bytes of a gradient of these shapes in one transfer."""
+        """Return the number of bytes in which the mode sends tensors of these shapes."""
         return _BYTES[self.dtype] * sum(map(math.prod, shapes))
 
     def in_job(self, precisions: Collection[str]) -> "WireMode":
@@ -135,13 +141,12 @@ class WireMode(ABC):
     def is_free(self, precisions: Collection[str]) -> bool:
         """Return True if a plan may use the mode without a user's request.
 
-        This holds if the mode is exact, or adds no new kind of rounding to a job of these
-        precisions.
+        The mode must be exact, or add no new kind of rounding to a job of these precisions.
         """
         return False
 
     def cost_from(self, exact: "AllReduceCost") -> "AllReduceCost | None":
-        """Return the cost that follows from the exact mode's cost; None if it must be measured."""
+        """Return the mode's cost, computed from the exact mode's; None if it must be measured."""
         return None
 
     def reducer(self, device: Any) -> Any:
@@ -152,7 +157,7 @@ class WireMode(ABC):
         raise NotImplementedError(f"--wire {self} gives no bucket to a reducer")
 
     def __str__(self) -> str:
-        """Return the mode as ``--wire`` takes it."""
+        """Return the mode as a value of the option ``--wire``."""
         return self.name if self.slow_rank is None else f"{self.name}/leaf{self.slow_rank}"
 
 
@@ -174,8 +179,8 @@ class AllReduceCost:
     """The measured time in which all ranks add up their gradients.
 
     Attributes:
-        latency_s: seconds of each bucket, whatever its size.
-        transfer_s: further seconds for the whole gradient.
+        latency_s: seconds that each bucket takes in addition, whatever its size.
+        transfer_s: seconds to transfer the whole gradient, without ``latency_s``.
         on_gpu: True if the GPUs themselves run the all-reduce, beside their computation (NCCL).
         overlaps: True if a backward pass can hide the all-reduce. False if both need the same
             cores.
@@ -189,8 +194,8 @@ class AllReduceCost:
         tensors: for each gradient, in the order of the backward pass, the gradient's fraction of
             all values and of all bytes. The backward pass computes gradients in proportion to their
             numbers. Empty: any division into buckets is possible.
-        fewer: cost without the rank behind the one slow link; None: there is no such rank, or the
-            cost is not known.
+        fewer: cost without the rank whose link is far slower than all others. None: all links are
+            similar, or the cost is not known.
     """
 
     latency_s: float
@@ -207,7 +212,7 @@ class AllReduceCost:
 
     @property
     def likes_long_batches(self) -> bool:
-        """True if a step may wait less for the all-reduce with one micro-batch per share."""
+        """True if larger micro-batches may reduce the time that a step waits for the all-reduce."""
         return self.overlaps or self.allreduces_per_micro_step > 0
 
     @property
@@ -252,7 +257,7 @@ class AllReduceCost:
         return late_s
 
     def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
-        """Yield each bucket's fraction of the backward pass's computation and of all bytes.
+        """Yield, for each bucket, its fraction of the backward pass and its fraction of all bytes.
 
         DDP fills each bucket with gradients until it has 1 / ``buckets`` of all values.
         """
@@ -269,7 +274,7 @@ class AllReduceCost:
             yield computed, sent
 
     def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
-        """Return the cost with the field :attr:`fewer`, computed from the exact mode's measurement.
+        """Return a copy with the field :attr:`fewer`, computed from the exact mode's measurement.
 
         Each byte is assumed to take as long as in the exact mode.
 
@@ -285,7 +290,7 @@ class AllReduceCost:
     def among(
         self, machines: Sequence[int], ranks: Sequence[int], links: Links | None
     ) -> "AllReduceCost":
-        """Return the cost among some of the ranks.
+        """Return the cost of an all-reduce among some of the ranks.
 
         The all-reduce is modelled as a ring, which sends 2 (n - 1) / n of the gradient over each
         link. The part that the slowest link does not explain, such as the processors' own work,
@@ -325,10 +330,10 @@ class EngineTraits:
         spares_slow_rank: True if the engine supports :attr:`WireMode.slow_rank`.
         allreduces_per_step: number of all-reduces of the gradient in a step.
         allreduces_per_micro_step: number of all-reduces of the gradient in each micro-batch.
-        gathers_per_step: cost of gathering parameters after a step, in fp32 all-reduces of the
-            gradient.
-        gathers_per_micro_step: cost of gathering parameters in each micro-batch, in fp32
-            all-reduces of the gradient.
+        gathers_per_step: cost of gathering parameters after a step, as a number of fp32 all-reduces
+            of the gradient.
+        gathers_per_micro_step: cost of gathering parameters in each micro-batch, as a number of
+            fp32 all-reduces of the gradient.
         narrow_parameters: True if parameters are gathered in 16 bits whenever all ranks compute in
             the same 16-bit type.
         mixed: True if GPUs and CPUs can take part together.
@@ -340,10 +345,10 @@ class EngineTraits:
             gradients stay allocated between steps, as in DeepSpeed.
         state_in_host: parts of the state that are in the host's memory: any of "parameters",
             "gradients" and "optimizer".
-        fills_model: True if the engine draws the initial values that a model lacks when the engine
-            shards the model.
+        fills_model: True if the engine itself initializes parameters without values when it shards
+            a model.
         compiles: True if the model that the engine wraps may be compiled block by block.
-        words: description of the communication for the user.
+        words: description of the engine's communication for the user.
         others: engines that communicate differently, by the options that select them.
     """
 
@@ -409,7 +414,7 @@ class EngineTraits:
 
     @property
     def numbers(self) -> list[float]:
-        """Numbers of the engine on which a forecast depends, for the records."""
+        """The engine's traits on which a forecast depends, as a list of numbers for the records."""
         return [
             self.allreduces_per_step,
             self.allreduces_per_micro_step,

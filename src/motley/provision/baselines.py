@@ -1,17 +1,18 @@
-r"""Measure many ways to train, one after the other, and show which is best here.
+r"""Measure many ways to train, one after the other, and show the fastest on these hosts.
 
     python torch_dist/baseline_measure.py --matrix precision --steps 10 --repeats 1
     python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \
         --dataset synthetic
     python torch_dist/baseline_measure.py --matrix my.toml --dry-run
 
-Each cell is an mpirun of its own, on as many of the first hosts of hosts.txt as the cell needs. A
-cell that fails is ended, at the latest by its time limit, so that it cannot affect the next one.
-Repeats are interleaved (A B C, C B A). An fp32 run of the same samples comes first. Each cell's
-loss is compared with that run, so that a fast but wrong cell is noticed. Results of finished runs
-stay, and the same command continues after a break. Words after ``--`` are given to every run.
-motley/sweep/matrix.py shows the form of a matrix file, and presets/ beside it has the presets. On a
-cluster, setup/slurm_job.sh --array gives each cell a job.
+Each cell of the matrix is one way to train, and starts an mpirun of its own. The cell uses as many
+of the first hosts of hosts.txt as it needs. Each cell ends at its time limit at the latest, and a
+failed cell leaves no process for the next cell. Repeats are interleaved (A B C, C B A). An fp32 run
+of the same samples comes first. The loss of each cell is compared with the loss of that run, which
+shows a fast but wrong cell. Results of finished runs stay, and the same command continues after an
+interruption. Words after ``--`` are given to every run. motley/sweep/matrix.py shows the form of a
+matrix file, and motley/sweep/presets/ has the presets. On a cluster, setup/slurm_job.sh --array
+gives each cell a job.
 """
 
 import argparse
@@ -53,10 +54,10 @@ _GRACE_S = 10.0  # seconds in which a job has to stop after its signal
 
 @dataclass(frozen=True)
 class CellLauncher:
-    """The launcher of a cell's ranks: mpirun, srun, or a command of the user's.
+    """The launcher of the ranks of one measurement: mpirun, srun, or a command of the user's.
 
     Attributes:
-        words: words of the launcher's command line, without a hostfile and the ranks' command.
+        words: words of the launcher's command line, without the hostfile and the ranks' command.
         slurm: True if the command is srun, on nodes of the allocation that this process is in.
     """
 
@@ -65,7 +66,7 @@ class CellLauncher:
 
     @classmethod
     def from_command(cls, command: str | None, slurm: bool) -> "CellLauncher":
-        """Return the launcher in the user's command; without a command (None), mpirun or srun."""
+        """Return the launcher in the user's command, or mpirun or srun if ``command`` is None."""
         usual = srun_words() if slurm else ["mpirun"]
         words = usual if command is None else shlex.split(command)
         return cls(tuple(words) or ("",), slurm)
@@ -89,7 +90,7 @@ class CellLauncher:
 
         Args:
             hosts: hosts of the ranks.
-            hostfile: path of a hostfile, which is written if the launcher needs one.
+            hostfile: path at which a hostfile is written if the launcher needs one.
         """
         ranks = sum(host.slots for host in hosts)
         if self.slurm:
@@ -101,7 +102,10 @@ class CellLauncher:
 
 
 def main() -> int:
-    """Measure as the command line asks, and return the exit code; 2 for an error of the user."""
+    """Run the measurements that the command line names; return the exit code.
+
+    The exit code is 2 for an error of the user.
+    """
     escape_unprintable()
     try:
         return measure(arguments())
@@ -109,12 +113,15 @@ def main() -> int:
         print(f"motley: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
+        print("\nstopped; run the same command again to continue", file=sys.stderr)
         return 130
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the unfinished cells and show the table. Return 0 if every cell is done, else 1."""
+    """Run the unfinished cells of the matrix and print the table.
+
+    Return 0 if every cell is done, else 1.
+    """
     matrix = read_matrix(
         matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
         KnownNames(known_cells(), known_options()),
@@ -168,10 +175,11 @@ def write_table(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
 def plan_tasks(
     matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
 ) -> dict[str, Any]:
-    """Return the parts of the request that setup/slurm_job.sh makes to Slurm.
+    """Return the values that setup/slurm_job.sh needs to submit the matrix as a job array.
 
-    These are the numbers of the unfinished cells, one task for each cell, and the time limit of a
-    task in seconds: ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
+    The values are the numbers of the unfinished cells, the time limit of one cell in seconds, and
+    the folder of the results. Each cell is one task of the array: ``{"tasks": [0, 2], "seconds":
+    1860.0, "folder": "baselines/full"}``.
     """
     remaining = Counter(cell for cell, _ in todo)
     most = max(
@@ -188,7 +196,7 @@ def run_task(
     number: int,
     todo: Sequence[tuple[Cell, int]],
 ) -> int:
-    """Measure one cell, and write the table of finished runs.
+    """Measure one cell of the matrix, and write the table of finished runs.
 
     Return 0 if the cell is done, else 1.
     """
@@ -202,7 +210,7 @@ def run_task(
 
 
 def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
-    """Return the runs that have no outcome yet, each as a cell and the number of a repeat.
+    """Return the runs without a result, in their order. A run is a cell and a repeat's number.
 
     The cells of every other repeat are in reverse order.
 
@@ -220,7 +228,7 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
 
 
 def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
-    """Print the cells, and the expected time of all runs."""
+    """Print the cells of the matrix, and the expected time of all runs."""
     remaining = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
     print(table(
         ("cell", "hosts", "batch", "runs left", "what runs"),
@@ -240,7 +248,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell,
 def run_all(
     matrix: Matrix, folder: BaselineFolder, launcher: CellLauncher, todo: Sequence[tuple[Cell, int]]
 ) -> None:
-    """Run the cells that have no outcome yet, and print a line for each."""
+    """Run the cells that have no result yet, and print a line for each run."""
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
@@ -260,8 +268,8 @@ def run_one(
     """Run one cell once, and end all its processes if it takes too long.
 
     Returns:
-        The exit status of the launcher; None: the run took too long. Second value: the duration of
-        the run in seconds.
+        Two values. The first is the exit status of the launcher, or None if the run took too long.
+        The second is the duration of the run in seconds.
     """
     hosts, _ = first_hosts(cell, matrix.hosts)
     attempt = folder.attempt(cell, repeat)
@@ -348,7 +356,7 @@ def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def known_options() -> dict[str, str]:
-    """Return the options that a matrix sets by keys of its own, and the key of each option."""
+    """Return the options that a matrix file sets by keys of its own, each with its key."""
     own = {group for strategy in known_strategies().values() for group in strategy.options}
     return {
         flag: declared.cell
@@ -376,9 +384,9 @@ def matrix_file(name: str) -> Path:
 
 
 def read_nodes(text: str) -> tuple[Host, ...]:
-    """Return hosts for ``NODESxRANKS``: two nodes of four ranks for ``2x4``.
+    """Return made-up hosts for ``NODESxRANKS``, such as two nodes of four ranks for ``2x4``.
 
-    The hosts have made-up names, since the nodes' real names differ from job to job.
+    The real names of a cluster's nodes differ from job to job.
     """
     nodes, _, ranks = text.partition("x")
     if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):

@@ -1,23 +1,23 @@
 """Change your login shell on every host of hosts.txt that allows it.
 
   bash setup/change_cn_shell.sh                    # to /bin/bash
-  bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another one, or back
+  bash setup/change_cn_shell.sh --shell /bin/tcsh  # or to another shell
   bash setup/change_cn_shell.sh --dry-run          # prints what it would do
 
-This is optional: Motley and mpirun work under tcsh too. The script shows the
-shell on each host and asks for a yes, and once for your password, which chsh
-needs. Then it logs in to each host again, and changes the shell back if that
-fails. If a directory (LDAP, NIS) keeps your account, nothing is changed. Needs
-ssh without a password (bash setup/passwordless_ssh.sh). Only the account's
-login shell is changed, through the host's own chsh.
+This is optional: Motley and mpirun work under tcsh too. The script shows the shell on each host,
+asks for a yes, and asks once for your password, which chsh needs. After the change, the script logs
+in to each host again. If that login fails, the script changes the shell back. If a directory
+service (LDAP, NIS) keeps your account, nothing is changed. The script needs ssh without a password
+(bash setup/passwordless_ssh.sh). Only the account's login shell is changed, through the host's own
+chsh.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --shell PATH      default: /bin/bash; must be in each host's /etc/shells
   --dry-run         print every change, do none
 
-Exit status: 0 every host has that shell or needs none, 1 some host has not, 2
-nothing was begun.
+Exit status: 0 every host has that shell or needs no change, 1 some host does not, 2 nothing was
+begun.
 """
 
 import re
@@ -72,11 +72,11 @@ class Account:
     Attributes:
         user: name of the account.
         shell: present login shell of the account.
-        facts: names of the statements that are true on the host. Name ``local``: the account is in
-            /etc/passwd. Name ``root``: the account is root's. Name ``same``: the present shell is
-            the wanted one, perhaps under another path. Name ``exists``: the host has the wanted
-            shell. Name ``listed``: /etc/shells lists the wanted shell. Name ``listed_now``:
-            /etc/shells lists the present shell. Name ``chsh``: the host has the program chsh.
+        facts: words for the statements that are true on the host. Word ``local``: the account is in
+            /etc/passwd. Word ``root``: the account is root's. Word ``same``: the present shell is
+            the wanted shell, perhaps under another path. Word ``exists``: the host has the wanted
+            shell. Word ``listed``: /etc/shells lists the wanted shell. Word ``listed_now``:
+            /etc/shells lists the present shell. Word ``chsh``: the host has the program chsh.
     """
 
     user: str
@@ -85,7 +85,7 @@ class Account:
 
 
 def decide(account: Account, wanted: str, host: str) -> str:
-    """Return DONE, CHANGE or DIRECTORY for an account.
+    """Return the action for an account: DONE, CHANGE, or DIRECTORY for an account in LDAP or NIS.
 
     Raises:
         HostTrouble: the host does not allow the wanted shell.
@@ -115,7 +115,7 @@ def decide(account: Account, wanted: str, host: str) -> str:
 
 
 class Visit:
-    """One host, with a connection that stays open until a login with the new shell has worked.
+    """A connection to one host, which stays open until a login with the new shell has worked.
 
     Args:
         host: name of the host.
@@ -143,10 +143,11 @@ class Visit:
         return Account(words[0], words[1], frozenset(words[2:]))
 
     def change(self, password: str) -> str:
-        """Change the shell, log in again, and change it back if that fails.
+        """Change the shell and log in again. If the login fails, change the shell back.
 
         Raises:
-            HostTrouble: of kind ``password refused`` for a wrong password, else of another kind.
+            HostTrouble: the shell was not changed. The attribute ``kind`` is ``password refused``
+                if the password is wrong.
         """
         self._chsh(self.wanted, password)
         try:
@@ -235,7 +236,7 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
     if fixed:
         print(
             f"\n{', '.join(fixed)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
-            f"be changed there. It need not be: {UNNEEDED}."
+            f"be changed there. No change is needed: {UNNEEDED}."
         )
     print_troubles(split(visits)[1])
 

@@ -1,7 +1,7 @@
 """End your own leftover training processes on all hosts of hosts.txt at once.
 
-Nothing is ended before your yes. Other processes that hold GPU memory are
-shown too, with their users.
+The script ends nothing before your yes. Other processes that hold GPU memory are shown too, with
+their users.
 
   bash setup/clean_cn.sh
   bash setup/clean_cn.sh --dry-run      # only look
@@ -26,8 +26,8 @@ Options:
   --yes             ask nothing
   --dry-run         print every change, do none
 
-Exit status: 0 nothing is left over (or --dry-run), 1 something is or some
-host could not be asked, 2 nothing was begun.
+Exit status: 0 no process is left over (or --dry-run), 1 some process is left over or some host
+could not be asked, 2 nothing was begun.
 """
 
 import json
@@ -64,7 +64,7 @@ def ask(host: str, *words: object) -> str:
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
-    """Return each host's survey of its processes, or its trouble; all hosts are asked at once."""
+    """Ask all hosts at once for their processes. Return the survey or the fault of each host."""
     return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
@@ -127,7 +127,10 @@ def _mib(mib: float | None) -> str:
 
 
 def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
-    """End processes on all their hosts at once, and print the outcome."""
+    """End these processes on all hosts at once, and print the outcome.
+
+    Return the faults of the hosts on which this failed.
+    """
     targets: dict[str, list[str]] = {}
     for row in rows:
         pairs = [(row.process.pid, row.process.ticks), *row.process.workers]
@@ -166,7 +169,10 @@ def main(words: Sequence[str]) -> int:
     show(rows, surveys)
     setup_command.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:
-        print("\nno host that was asked knows the unknown ones; --running ends them too")
+        print(
+            "\nthe mpirun of each unknown process is on a host that was not asked, or unknown; "
+            "--running ends these processes too"
+        )
     doomed = [row for row in rows if options.running or row.state == "leftover"]
     many = setup_command.many(len(doomed), "process", "es")
     if rows or troubles or any(each.others for each in surveys.values()):

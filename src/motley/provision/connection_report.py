@@ -1,6 +1,6 @@
-"""Faults of hosts, derived from their reports by pure functions, and the connection test's table.
+"""The faults of hosts, found in their reports, and the table of the connection test.
 
-Properties are the rows of the table, and hosts are its columns.
+All functions are pure. A row of the table is a property, and a column is a host.
 """
 
 import itertools
@@ -40,8 +40,8 @@ class Finding:
     """A fault of a host, or a note on it.
 
     Attributes:
-        kind: name of the fault, one to three words.
-        found: description of the fault.
+        kind: name of the fault or note, one to three words.
+        found: description of the fault or note.
         fix: action by which the user can remove the fault.
         wrong: True: a fault that puts training at risk. False: a note.
     """
@@ -57,13 +57,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Here:
-    """This machine, with which the hosts are compared.
+    """The properties of this machine, with which the hosts are compared.
 
     Attributes:
         machine: CPU architecture, such as "x86_64".
         python: version of Python in this machine's environment.
         packages: versions of the packages in this machine's environment, by name.
-        needed: normal names of the packages that training needs.
+        needed: normalized names of the packages that training needs.
         venv: path of the environment.
         root: path of the repository.
     """
@@ -77,12 +77,15 @@ class Here:
 
 
 def normal(name: str) -> str:
-    """Return a package's name in the normal form in which pip compares names."""
+    """Return a package's name in the normalized form in which pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def differences(report: HostReport, here: Here) -> list[str]:
-    """Return differing packages, such as "torch 2.6.0 (here 2.7.0)", the most important first."""
+    """Return the packages whose version differs from this machine's, the most important first.
+
+    An item is a text such as "torch 2.6.0 (here 2.7.0)".
+    """
     ours = {normal(name): version for name, version in here.packages.items()}
     theirs = {normal(name): version for name, version in report.packages.items()}
     names = here.needed | {name for name in ours | theirs if name.startswith("nvidia-")}
@@ -95,7 +98,7 @@ def differences(report: HostReport, here: Here) -> list[str]:
 
 
 def judge(report: HostReport, slots: int, here: Here) -> Iterator[Finding]:
-    """Yield all findings on one host."""
+    """Yield all faults of one host, and all notes on it."""
     yield from judge_machine(report, here)
     yield from judge_environment(report, here)
     yield from judge_clock(report)
@@ -105,12 +108,12 @@ def judge(report: HostReport, slots: int, here: Here) -> Iterator[Finding]:
 
 
 def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
-    """Yield findings on the architecture, and on a missing repository."""
+    """Yield a Finding for another CPU architecture, and for a missing repository."""
     if report.machine not in (None, here.machine):
         yield Finding(
             "architecture",
             f"its processor is {report.machine}, and this machine's is {here.machine}",
-            "no package runs on both, so remove it from hosts.txt",
+            "remove the host from hosts.txt, since no package runs on both",
         )
     if not report.repository and ROOT:
         yield Finding(
@@ -127,7 +130,10 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
 
 
 def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
-    """Yield findings on the environment: all ranks need the same versions at the same path."""
+    """Yield a Finding for each difference between the host's Python environment and this machine's.
+
+    All ranks need the same versions of packages, at the same path.
+    """
     if report.broken is not None:
         yield Finding(
             "environment broken",
@@ -152,7 +158,7 @@ def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
 
 
 def judge_clock(report: HostReport) -> Iterator[Finding]:
-    """Yield a finding if the host's clock is wrong by more than the error of the measurement."""
+    """Yield a Finding if the host's clock is wrong by more than the error of the measurement."""
     if report.clock_offset_s is None or report.clock_doubt_s is None:
         return
     if abs(report.clock_offset_s) > CLOCK_S + report.clock_doubt_s:
@@ -167,7 +173,7 @@ def judge_clock(report: HostReport) -> Iterator[Finding]:
 
 
 def judge_room(report: HostReport) -> Iterator[Finding]:
-    """Yield findings on the free space of the repository's disk, the home and /dev/shm."""
+    """Yield a Finding for each full place: the repository's disk, the home, or /dev/shm."""
     place, free = report.place, report.disk_free_mib
     if _full(report.place_write) or (free is not None and free < DISK_MIB):
         remaining = "" if free is None else f", {free:,.0f} MiB are free"
@@ -225,7 +231,7 @@ def _full(writing: str | None) -> bool:
 
 
 def judge_login(report: HostReport) -> Iterator[Finding]:
-    """Yield a finding if the login shell prints text to programs that run a command."""
+    """Yield a Finding if the login shell prints text to a program that runs a command by ssh."""
     if report.chatter.strip():
         shell = Path(report.shell or "bash").name
         files, guard = _GREETERS.get(shell, _GREETERS["bash"])
@@ -239,7 +245,7 @@ def judge_login(report: HostReport) -> Iterator[Finding]:
 
 
 def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
-    """Yield findings on unusable GPUs, and on slots without a GPU."""
+    """Yield a Finding for each unusable GPU, and for slots without a GPU."""
     if report.gpu_error:
         yield Finding(
             "driver fails",
@@ -270,7 +276,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
 def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
-    """Return each host's address on the shared subnet, and a finding if there is no such subnet."""
+    """Return each host's address on the shared subnet, and a Finding if no subnet is shared."""
     result = list(reports)
     names = {number: report.host for number, report in enumerate(result)}
     machines = {number: report.interfaces for number, report in enumerate(result)}
@@ -285,7 +291,7 @@ def judge_networks(
 
 
 def grouped(findings: Mapping[str, Iterable[Finding]]) -> dict[Finding, list[str]]:
-    """Return the hosts by finding, so that a fault of many hosts is printed once."""
+    """Return the hosts that have each Finding, so that a fault of many hosts is printed once."""
     groups: dict[Finding, list[str]] = {}
     for host, each in findings.items():
         for finding in each:
@@ -304,7 +310,7 @@ def show(
     here: Here,
     width: int,
 ) -> str:
-    """Return tables, one below the other, each as wide as ``width`` characters at most."""
+    """Return the tables of all hosts as a text whose lines have at most ``width`` characters."""
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
@@ -348,7 +354,7 @@ def _block(
 
 
 def describe(report: HostReport, network: Network | None, here: Here) -> dict[str, str]:
-    """Return one host's column of the table, by the row's label; an empty text: unknown."""
+    """Return one host's column of the table, by the label of the row. Empty text: unknown."""
     first, newest = next(iter(report.pythons), None), report.newest_python
     python = first or newest
     unfit = "" if first else " (too old)" if newest and newest.version < (3, 11) else " (no venv)"
@@ -418,7 +424,7 @@ def _environment(report: HostReport, here: Here) -> str:
 
 
 def _join_values(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
-    """Return the value of a property of a host's GPUs; if the GPUs differ, one value for each."""
+    """Return a property of a host's GPUs as a text; if the GPUs differ, with one value for each."""
     values = [say(gpu) for gpu in report.devices]
     if len(set(values)) == 1:
         return f"{len(values)} x {values[0]}" if len(values) > 1 else values[0]

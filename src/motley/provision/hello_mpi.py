@@ -5,7 +5,8 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh setup/hello_mpi.py --lose-one
 
 Each rank prints its number and receives a number from all others. Then the machines measure the
 bandwidth of the links between them. With --lose-one the last rank kills itself instead, and each
-other rank prints a line if the launcher lets it live on. keep_training.sh uses that trial.
+other rank prints a line if the launcher lets it live on. keep_training.sh runs the script with
+--lose-one before it starts a training.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def greet(world: World) -> None:
-    """Print one complete line per rank. Then rank 0 prints the links' bandwidth."""
+    """Print one complete line per rank. Then print the bandwidth of the links on rank 0."""
     total = sum(world.allgather(world.rank + 1))
     if total != world.size * (world.size + 1) // 2:
         raise MotleyError(

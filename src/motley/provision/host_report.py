@@ -31,11 +31,11 @@ _SMI = re.compile(r"(\d+), *(\S+), *([^,]+), *([^,]+), *([^,]+), *([^,]*), *(.+)
 
 @dataclass(frozen=True)
 class Python:
-    """A Python on a host's PATH.
+    """A Python interpreter on a host's PATH.
 
     Attributes:
         path: path of the program.
-        version: for example (3, 11, 2).
+        version: version of the interpreter, for example (3, 11, 2).
         able: True if this Python can make virtual environments, because it has venv and ensurepip.
     """
 
@@ -75,18 +75,19 @@ class HostReport:
         place_write: "yes", or the system's error when a file was written to ``place``, such as "No
             space left on device", "Permission denied", "Read-only file system".
         home: path of the user's home.
-        home_write: result of the same test in the home.
+        home_write: "yes", or the system's error when a file was written to the home.
         temporary: path of the temporary folder.
-        temporary_write: result of the same test in the temporary folder.
-        repository: True if the host has a repository at the path of this machine's. If this machine
-            has none, the path is that of the current folder.
-        same_folder: True if that folder and this machine's are one folder on a shared disk. None if
-            unknown.
+        temporary_write: "yes", or the system's error when a file was written to the temporary
+            folder.
+        repository: True if the host has a repository at the path of this machine's repository. If
+            this machine has no repository, the path is that of the current folder.
+        same_folder: True if this machine and the host see one folder on a shared disk at that path.
+            None if unknown.
         pythons: Pythons >= 3.11 on the host that can make virtual environments, best first.
         newest_python: newest Python on the host, of any version.
-        environment: Python version of the host's environment, which has the same path as this
-            machine's; None without one.
-        broken: the reason why that environment cannot be used; None: it can be used, or does not
+        environment: Python version of the host's environment, at the path of this machine's
+            environment. None: the host has no environment.
+        broken: reason why that environment cannot be used. None: the environment works, or does not
             exist.
         packages: versions of the packages in that environment, by name.
         driver: version of the NVIDIA driver.
@@ -95,7 +96,8 @@ class HostReport:
         interfaces: IPv4 addresses of the host.
         speeds: nominal rate of each interface in Mbit/s, where known.
         infiniband: True if the host has an InfiniBand adapter.
-        next_ssh: True if the host can log in to the next host of the list without a password.
+        next_ssh: True if the host can log in to the next host of hosts.txt without a password. None
+            if not tested.
     """
 
     host: str
@@ -149,10 +151,10 @@ class HostQuery:
         here: True if the host is this machine.
         sent: time at which the question was sent, by this machine's clock.
         answered: time at which the first line of the answer came, by this machine's clock.
-        token: name of a new file in this machine's folder. A host that sees the file has the same
+        token: name of a new file in this machine's folder. A host that sees the file shares this
             folder. Empty if the file could not be made.
-        tree: this machine's ``tree`` line of cn_probe.sh. Without a token, this line is compared
-            with the host's.
+        tree: the line ``tree`` that cn_probe.sh prints on this machine. Without a token, this line
+            is compared with the host's line.
     """
 
     host: str
@@ -164,7 +166,7 @@ class HostQuery:
 
 
 def parse(text: str, chatter: str, asked: HostQuery) -> HostReport:
-    """Return the report in the output of cn_probe.sh.
+    """Parse the output of cn_probe.sh, and return the report of the host.
 
     Args:
         text: output of cn_probe.sh.
@@ -262,7 +264,7 @@ def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
 
 
 def _is_same_folder(only: Mapping[str, str], asked: HostQuery) -> bool | None:
-    """Return True if a host's repository is this machine's folder, None if unknown."""
+    """Return True if a host and this machine share the repository's folder; None if unknown."""
     if "tree" not in only or asked.token:
         return "token" in only
     theirs, ours = only["tree"].split(), asked.tree.split()
@@ -306,7 +308,7 @@ _SCRIPT = Path(__file__).with_name("cn_probe.sh")
 def token_file() -> Iterator[str]:
     """Create an empty file in the folder of the runs while the context is open, and yield its name.
 
-    A host that sees the file has the same folder. The name is empty if this user may not write to
+    A host that sees the file shares this folder. The name is empty if this user may not write to
     the folder.
     """
     path = PLACE / f".motley-token-{secrets.token_hex(8)}"
@@ -331,7 +333,7 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
         limit: seconds in which the host has to answer.
 
     Raises:
-        HostTrouble: the host took longer, closed the connection, or runs no script.
+        HostTrouble: the host took longer than ``limit``, closed the connection, or runs no script.
     """
     first: list[float] = []
 
@@ -365,14 +367,14 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
 
 
 def _last(done: Finished) -> str:
-    """Return the last line of a failed script's output."""
+    """Return the last line that a failed script has printed."""
     lines = (done.chatter + done.output + done.errors).strip().splitlines()
     return printable(lines[-1]) if lines else "it says nothing"
 
 
 @functools.cache
 def _own_tree() -> str:
-    """Return this machine's ``tree`` line of cn_probe.sh: device, inode, hash of setup/."""
+    """Return the line ``tree`` of cn_probe.sh for this machine: device, inode, hash of setup/."""
     setup, status = PLACE / "setup", PLACE.stat()
     content = hashlib.sha256()
     for path in [*sorted(setup.glob("*.sh")), *sorted(setup.glob("*.py"))]:
@@ -387,13 +389,13 @@ def probe_all(
     ring: bool = False,
     limit: float = 9.5,
 ) -> dict[str, HostReport | HostTrouble]:
-    """Ask all hosts at once for their reports; return the report or trouble of each.
+    """Ask all hosts at once for their reports. Return the report or the fault of each host.
 
     Args:
         hosts: names of the hosts.
         token: token from :func:`token_file`.
         ring: True: each host also tries to log in by ssh to the next host in ``hosts``.
-        limit: seconds for all of them together.
+        limit: seconds for all hosts together.
     """
     names = list(hosts)
     after = dict(zip(names, names[1:] + names[:1], strict=True)) if ring and len(names) > 1 else {}

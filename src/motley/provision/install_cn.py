@@ -1,22 +1,21 @@
-"""Make the same environment, with the same versions, on every host of hosts.txt.
+"""Make the same Python environment, with the same versions, on every host of hosts.txt.
 
 The environment is at the same path on all hosts.
 
   bash setup/install_cn.sh
-  bash setup/install_cn.sh --dry-run            # the missing parts of each host
+  bash setup/install_cn.sh --dry-run            # prints the missing parts of each host
   bash setup/install_cn.sh --python-archive cpython-3.12-install_only.tar.gz
   .venv/bin/pip download uv -r .venv/requirements.lock -d wheels  # with a network
   bash setup/install_cn.sh --offline wheels     # hosts without one
 
-This machine's environment (setup/make_env.sh) is the model. torch's build is
-chosen by the oldest GPU and the lowest driver of all hosts
-(src/motley/provision/install_cn.py), and replaced here if it does not run on them. Hosts
-that share this folder need nothing more. All other hosts get the files that
-git tracks. A host whose Python is not the same 3.X gets a standalone Python, from the
-network or from the archive of --python-archive. All these hosts then get, at once, the
-packages in .venv/requirements.lock: 6 GB, which takes some minutes. At the end each
-host imports the packages and runs a kernel. After an interruption, the same command
-continues. Only the repository's folder, the environment and pip's cache are changed.
+All hosts get a copy of this machine's environment (setup/make_env.sh). The oldest GPU and the
+lowest driver of all hosts decide the build of torch. If this machine has another build, the script
+replaces it. Hosts that share this folder need nothing more. All other hosts get the files that git
+tracks. A host whose Python is not the same 3.X gets a standalone Python, from the network or from
+the archive of --python-archive. All these hosts then install, at once, the packages in
+.venv/requirements.lock: 6 GB, which takes some minutes. At the end each host imports the packages
+and runs a kernel. After an interruption, the same command continues. Only the repository's folder,
+the environment and pip's cache are changed.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
@@ -66,11 +65,12 @@ class Build:
     """One build of the torch wheels for Linux.
 
     Attributes:
-        name: folder of https://download.pytorch.org/whl/; PYPI for the build on PyPI.
+        name: name of the build's folder at https://download.pytorch.org/whl/. The constant PYPI for
+            the build on PyPI.
         oldest: lowest CUDA compute capability for which the build has kernels.
         newest: highest CUDA compute capability for which the build has kernels.
         driver: lowest major version of the NVIDIA driver with which the build works.
-        last: last release of torch that has this build; empty if new releases still have it.
+        last: last release of torch with this build; empty if new releases still have this build.
     """
 
     name: str
@@ -114,14 +114,14 @@ class HostGpu:
 
 
 def fits(build: Build, gpu: HostGpu) -> bool:
-    """Return True if a build runs on a GPU. A GPU of unknown capability counts as newer."""
+    """Return True if a build runs on a GPU. Treat a GPU of unknown capability as a new GPU."""
     capability = gpu.capability or get_capability(gpu.name)
     known = capability is None or build.oldest <= capability <= build.newest
     return known and int(gpu.driver.partition(".")[0]) >= build.driver
 
 
 def get_capability(name: str) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU by its name; None if it is not in the list."""
+    """Return the compute capability of a GPU by its name; None for an unknown name."""
     result = [capability for part, capability in _FAMILIES.items() if part in name]
     return result[0] if result else None
 
@@ -155,7 +155,7 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
 
 
 def get_build(version: str) -> str:
-    """Return a torch version's build: "2.9.1+cu126" is cu126, "2.15.0" is PyPI's."""
+    """Return the build of a torch version: cu126 for "2.9.1+cu126", PYPI for "2.15.0"."""
     return version.partition("+")[2] or PYPI
 
 
@@ -241,7 +241,7 @@ def _plain(word: str) -> str:
 def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> None:
     """Print the build of torch that runs on all GPUs.
 
-    Install it here if the present build differs.
+    If this machine has another build, install the printed build on this machine.
     """
     gpus = [
         HostGpu(report.host, device.name, device.capability, report.driver)
@@ -282,7 +282,10 @@ def _ends_well(command: Sequence[str]) -> bool:
 
 
 def describe(report: HostReport) -> tuple[str, str, str]:
-    """Return a host's row in the table before the installation: host, Python, environment."""
+    """Return a row of the table that is printed before the installation.
+
+    The cells are the host's name, its Python and its environment.
+    """
     if report.same_folder:
         where = "this machine" if report.here else "shares this folder"
         return report.host, report.environment or "-", where
@@ -295,16 +298,16 @@ def describe(report: HostReport) -> tuple[str, str, str]:
 
 
 def _find_python(report: HostReport) -> str | None:
-    """Return the path of a Python on the host with this environment's version 3.X, or None."""
+    """Return the path of the host's Python with this machine's version 3.X; None without one."""
     same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
     return same[0] if same else None
 
 
 def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespace) -> None:
-    """Send a host the files, and install Python and packages on the host.
+    """Send the repository's files to a host, and install Python and packages on the host.
 
     Raises:
-        HostTrouble: a part could not be installed.
+        HostTrouble: Python or a package could not be installed.
     """
     report = reports[host]
     if report.same_folder:
@@ -341,7 +344,7 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
 
 
 def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
-    """Send the files to a host, and run make_env.sh on the host."""
+    """Send the repository's files to a host, and run make_env.sh on the host."""
 
     def print_line(line: str) -> None:
         with _printing:
@@ -375,7 +378,8 @@ def verify(host: str) -> tuple[str, str]:
     """Import the packages and run a kernel on each device of a host.
 
     Returns:
-        torch's version, and each device's name, precision and TFLOP/s, separated by commas.
+        Two texts. The first is torch's version. The second lists each device's name, precision and
+        TFLOP/s, separated by commas.
 
     Raises:
         HostTrouble: a package cannot be imported, or a kernel fails.

@@ -3,8 +3,8 @@
   bash setup/join_cn.sh ecetesla1
   bash setup/join_cn.sh ecetesla1 ecetesla3 --dry-run
 
-A run under setup/keep_training.sh checks once a minute, and adds the host again at a step
-boundary if the rest of the training gains more by that than the new start costs. Other
+A run under setup/keep_training.sh checks for returned hosts once a minute. The run stops at a step
+boundary and starts again with the host, if the host saves more time than the new start costs. Other
 runs use the host when they are started again.
 
 Options:
@@ -12,7 +12,7 @@ Options:
                     hosts.txt (command motley: the current folder's)
   --dry-run         print which hosts are away, and change nothing
 
-Exit status: 0 all take part, 1 some host could not be asked, 2 nothing was begun.
+Exit status: 0 all hosts take part, 1 some host could not be asked, 2 nothing was begun.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ from motley.text import typed_command
 
 
 def main(words: Sequence[str]) -> int:
-    """Remove the hosts' marks of absence, print which hosts were away; return the exit code."""
+    """Remove the mark of absence on each host, and print which hosts were away.
+
+    Return the exit code.
+    """
     parser = setup_command.Parser("join_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)

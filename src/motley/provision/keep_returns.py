@@ -1,8 +1,9 @@
-"""The hosts on which keep_training.sh may start a run: those that answer and are not away.
+"""The hosts on which keep_training.sh may start a run, because they answer and are not away.
 
 The module also handles hosts that leave automatically (``--polite``), and hosts that come back.
-While a job runs without some hosts, the module asks these hosts again. If the records of the job's
-speed show that a return pays, the module ends the job, to start it again with the returned hosts.
+While a job runs without some hosts, the module asks these hosts again. The records of the job's
+speed show how much time a returned host would save. If the host saves more time than a new start
+costs, the module ends the job, and keep_training.sh starts it with the host.
 """
 
 import sys
@@ -26,7 +27,7 @@ from motley.text import typed_command
 
 
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
-    """Return the seconds of a step once more hosts share its batch.
+    """Estimate the seconds of a step after more hosts have joined the run.
 
     The samples per second of the hosts add up, as in a split by speed. The time for exchanging
     gradients is part of ``step_s``, and is not recomputed for more hosts.
@@ -57,7 +58,7 @@ class ReadmissionEstimate:
         steps: number of steps left in the run.
         step_s: seconds of a step now.
         with_s: seconds of a step with the returned hosts.
-        cost_s: seconds without a step, while the job ends and starts again.
+        cost_s: seconds without training, while the job ends and starts again.
     """
 
     steps: int
@@ -72,16 +73,16 @@ class ReadmissionEstimate:
 
     @property
     def worth_it(self) -> bool:
-        """True if the run ends sooner."""
+        """True if the run ends sooner with the readmission than without it."""
         return self.saves_s > self.cost_s
 
     def sentence(self) -> str:
-        """Return the estimate as a sentence."""
+        """Return a sentence for the user that states the estimate."""
         saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
         return (
             f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} "
-            f"steps of {self.step_s:.3g} s, or {self.with_s:.3g} s with it), and a new start "
-            f"costs {self.cost_s:.0f} s"
+            f"steps of {self.step_s:.3g} s now, or {self.with_s:.3g} s afterwards), and a new "
+            f"start costs {self.cost_s:.0f} s"
         )
 
 
@@ -97,11 +98,13 @@ class HostAnswers:
     Attributes:
         alive: hosts that can take part, in the hostfile's order.
         lost: for each host that does not answer, the reason.
-        away: for each host that is marked as away, the reason or the end of the absence, in words.
+        away: for each host that is marked as away, a text with the reason or the end of the
+            absence.
         ends: times at which the absence of hosts ends, in seconds since 1970. Absences without
             an end are left out.
-        nodes: host name that each machine reports, which a run's records use.
-        sees: for each host, True if the run's folder is visible on the host.
+        nodes: for each host, the host name that the machine itself reports. Records of runs use
+            this name.
+        sees: for each host, True if the host can read the run's folder.
         speeds: stored speeds of the devices, by the host name that the machine reports; see
             host_agent.speeds.
     """
@@ -116,7 +119,7 @@ class HostAnswers:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Names of the hosts that take no part."""
+        """Names of the hosts that cannot take part: lost hosts and hosts that are away."""
         return frozenset(self.lost) | frozenset(self.away)
 
 
@@ -128,12 +131,12 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
     Args:
         hosts: the hosts.
         folder: folder of the run.
-        unwanted: names of hosts that take no part in any case.
+        unwanted: names of hosts that take no part, whatever they answer.
     """
     place = folder.absolute()
     result, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
     lost = {name: trouble.found for name, trouble in troubles.items()}
-    lost |= dict.fromkeys(unwanted, "no step was taken with it")
+    lost |= dict.fromkeys(unwanted, "no step was taken with this host")
     marks = {name: text["away"] for name, text in result.items() if text.get("away")}
     away = {name: _why(mark) for name, mark in marks.items() if name not in lost}
     return HostAnswers(
@@ -159,7 +162,7 @@ def _why(mark: dict[str, Any]) -> str:
 
 
 def be_polite(hosts: Sequence[Host]) -> None:
-    """Have each host leave whenever another user needs it, from now on.
+    """Have each host leave the run whenever another user needs the host, from now on.
 
     A process on each host watches for other users, and ends with this process.
     """
@@ -184,7 +187,7 @@ _FEW = 4  # least intervals between steps for a usual time
 
 
 def progress(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint; -1: the run has no checkpoint."""
+    """Return the step of the newest checkpoint in a run's folder; -1 without a checkpoint."""
     names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
@@ -210,7 +213,7 @@ class Figures:
         self._end_s = 0.0  # seconds from the request to end the job to its end
 
     def launched(self) -> None:
-        """Record that a start of the job begins now."""
+        """Record that the launcher of the job is started now."""
         self._launched, self._first, self._knows = time.time(), False, False
 
     def ended(self, asked: float) -> None:
@@ -221,7 +224,7 @@ class Figures:
         self._end_s = time.time() - asked
 
     def resume_point(self) -> str:
-        """Return a phrase that names the step at which the run continues, and repeated steps.
+        """Return a phrase that names the step at which the run continues, and the repeated steps.
 
         Steps after the checkpoint are repeated. Only recorded steps are counted.
         """
@@ -246,7 +249,7 @@ class Figures:
             self._starts.append(min(since) - self._launched)
 
     def read(self) -> bool:
-        """Read the records of the running or last job. Return False if these have too few steps."""
+        """Read the records of the running or last job. Return False after too few steps."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
@@ -263,7 +266,7 @@ class Figures:
         return True
 
     def lost(self) -> set[str]:
-        """Return the hosts with a rank that this job has lost, under the names that they report."""
+        """Return the hosts whose ranks this job has lost, by the names that the hosts report."""
         events = self._folder.read_events()
         return {
             str(event["host"]) for event in events
@@ -271,15 +274,15 @@ class Figures:
         }  # fmt: skip
 
     def training(self) -> set[str]:
-        """Return the hosts on which a rank trains, under the names that these hosts report."""
+        """Return the hosts on which a rank trains, by the names that the hosts report."""
         return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
 
     def speed_without(self, nodes: Collection[str]) -> float | None:
-        """Return the fraction of a step's samples that all hosts except ``nodes`` have.
+        """Return the fraction of a step's samples that the hosts other than ``nodes`` compute.
 
-        None: unknown.
+        None: no plan is recorded yet.
 
-        The fraction is that of the last plan.
+        The last recorded plan of the run gives the fraction.
 
         Args:
             nodes: hosts to leave out, by the names that the machines report.
@@ -295,11 +298,11 @@ class Figures:
     def take_back(
         self, back: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> ReadmissionEstimate | None:
-        """Return the estimated saving of adding returned hosts, or their lost ranks, now.
+        """Estimate the seconds that the run saves if returned hosts or ranks are added now.
 
-        Return None while the saving is unknown. A host's speed is the speed measured when the host
-        took part in this run. If there is none, its stored speed is used, and otherwise the average
-        of the other hosts.
+        Return None while the saving is unknown. The speed of a host is its measured speed in this
+        run. A host without a measured speed has its stored speed. A host without a stored speed has
+        the average speed of the other hosts.
 
         Args:
             back: stored speeds of the devices of each returned host, by the name that the machine
@@ -325,7 +328,7 @@ class Figures:
         return ReadmissionEstimate(remaining, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
-        """Return the usual seconds of a step since this start; None if there were too few steps."""
+        """Return the usual seconds of a step since this start; None after too few steps."""
         steps = [step for step in self._folder.last_steps() if step["time"] > self._launched]
         times = [step["time"] for step in steps]
         between = [after - before for before, after in pairwise(times)]
@@ -376,7 +379,7 @@ class Returns:
         self._told = frozenset[str]()
 
     def look(self) -> None:
-        """Ask the missing hosts when it is time, and act on their answers, without waiting."""
+        """Ask the missing hosts once a minute, and act on their answers, without waiting."""
         if self._paused:
             return
         if self._thread is None and time.monotonic() >= self._due:
@@ -422,7 +425,7 @@ class Returns:
             print_now(f"{names} will rejoin after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
-        """Have the job save and end at a step boundary. Return True if some rank got the request.
+        """Have the job save and end at a step boundary. Return True if a rank got the request.
 
         The signal is sent to the ranks directly. mpirun would also send it to processes that the
         ranks have started, such as compilers, and the signal would end these processes.

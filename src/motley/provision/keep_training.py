@@ -1,4 +1,4 @@
-"""Keep a training alive over lost machines: run an mpirun line again after a loss.
+"""Keep a training alive after the loss of a machine: run an mpirun line again.
 
 After the loss of a machine, the next start uses the remaining machines.
 
@@ -7,45 +7,42 @@ After the loss of a machine, the next start uses the remaining machines.
   bash setup/keep_training.sh --dry-run mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
   bash setup/keep_training.sh --polite mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
 
-The line is what you would type; any training script and its options may follow
-./entry_cn.sh. Before each start all hosts are asked by ssh, at once, and a host
-that does not answer is left out: its ranks are removed, and their values in --shares,
---precision and --micro-batch. When a lost rank or host has ended the run, it continues
-from the last finished step, which the surviving ranks have saved, with the same
-batches and samples.
+The line is the command that you would type. Any training script and its options may follow
+./entry_cn.sh. Before each start, the script asks all hosts at once by ssh. A host that does not
+answer is left out: its ranks are removed from the line, and so are their values in --shares,
+--precision and --micro-batch. If a lost rank or host has ended the run, the run continues from the
+last finished step, which the surviving ranks have saved. The batches and samples stay the same.
 
-Ranks can save, or continue, only if the launcher leaves them alive. This script sets the options
-of Open MPI 4.1, Open MPI 5 and srun for that, as variables; your own options and variables override
-them. Before the first start it tries the line for some seconds, and kills one rank. If the
-launcher then ends the others, the script prints the cost of a lost rank, and the run saves
-every 50 s, unless the line has --save-every.
+Ranks can save, or continue, only if the launcher leaves them alive. This script sets environment
+variables with that effect for Open MPI 4.1, Open MPI 5 and srun. Your own options and variables
+override them. Before the first start, the script runs the line for some seconds with a small test
+program, which kills one rank. If the launcher then ends the other ranks, the script prints the cost
+of a lost rank. The run then saves every 50 s, unless the line has --save-every.
 
-A host that another user needs leaves after its step (setup/leave_cn.sh). The script asks
-missing hosts, away or lost, again once a minute. A host that is back is added again at a
-step boundary if the rest of the run gains more by it than the new start costs. The
-forecast uses the steps and starts of this very run. Otherwise the host is added at
-the next start. If all hosts are away, or no remaining host sees the checkpoints,
-the script waits.
+A host that another user needs leaves after its current step (setup/leave_cn.sh). The script asks
+missing hosts, away or lost, again once a minute. A returned host is added at a step boundary if it
+saves the run more time than the new start costs. The estimate uses the measured steps and starts of
+this run. Otherwise the host is added at the next start. If all hosts are away, or no remaining host
+can read the checkpoints, the script waits.
 
 With --polite a host leaves automatically, as with leave_cn.sh, within seconds of
   a user at its console: a session at a local seat that logind calls active, not idle
     and not locked. Without logind, a text console typed on in the last 5 minutes,
     or a graphical login, counts. A user who comes by ssh is at no console
   a process of another user's that holds memory of one of its GPUs
-and may come back after 5 minutes without either. Only this script can continue without
-a host, and add it again, and therefore the option is here. A small process on each host
-watches for other users, and ends with this script.
+and the host may come back after 5 minutes without either. A small process on each host watches for
+other users, and ends with this script.
 
-The script gives up, and prints why, if another start makes no sense: after a wrong option, a
-loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script
-at once, and so does SIGINT or SIGTERM to the script alone: kill PID.
+The script gives up, and prints the reason, if another start makes no sense: after a wrong option, a
+loss that is not finite, or repeated faults without a step in between. Ctrl-C ends the script at
+once. A SIGINT or SIGTERM to the script alone (kill PID) also ends it.
 
-Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
-Slurm. Give salloc or sbatch --no-kill, for a job without that option ends with its first node:
+In an allocation of Slurm, the line may start with srun. The script then asks the nodes through
+Slurm. Give --no-kill to salloc or sbatch, since a job without this option ends with its first node:
   salloc --no-kill -N 3 bash setup/keep_training.sh srun --mpi=pmix -n 3 ./entry_cn.sh
 
 Options, before the line:
-  --restarts N   faults in a row without progress before it gives up; default 3
+  --restarts N   give up after N faults in a row without progress. Default: 3
   --polite       hosts leave automatically while another user needs them
   --dry-run      print which line would be run, and on which hosts; run nothing
 
@@ -118,7 +115,7 @@ class Stop:
         number: number of the signal; 0: no request.
         at: time of the signal, in monotonic seconds.
         job: the process of the launcher while it runs.
-        sent: True if the launcher has been sent the signal.
+        sent: True if this process has sent the signal to the launcher.
     """
 
     number: int = 0
@@ -127,7 +124,7 @@ class Stop:
     sent: bool = False
 
     def __call__(self, number: int, _: object) -> None:
-        """Store the signal, and pass it on to the launcher if the launcher has not received it."""
+        """Store the signal. Send it to the launcher too, unless the launcher has received it."""
         self.number, self.at = number, time.monotonic()
         # A terminal sends Ctrl-C to mpirun too. A second signal would have mpirun kill the ranks
         # before they have saved their records.
@@ -135,22 +132,22 @@ class Stop:
             self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the launcher the signal."""
+        """Send the stored signal to the launcher."""
         if self.job is not None:
             self.sent = True
             self.job.send_signal(self.number)
 
     def look(self) -> None:
-        """Pass on a signal that only this process received to the launcher, after a short wait."""
+        """Send the launcher a signal that only this process has received, after a short wait."""
         if self.number and not self.sent and time.monotonic() > self.at + _STOP_S:
             self.pass_on()
 
 
 class Keeper:
-    """The loop that keeps one run alive.
+    """The loop that starts one run again after faults.
 
     Args:
-        line: the line to keep running.
+        line: the line that starts the run.
         restarts: number of faults in a row without progress after which the loop gives up.
         stop: the user's request to stop.
     """
@@ -214,10 +211,10 @@ class Keeper:
     # -- before the first start
 
     def _prepare(self, line: LaunchLine) -> LaunchLine:
-        """Test if the other ranks live on when a rank dies. If not, print the cost of a lost rank.
+        """Test if the launcher lets other ranks live on when a rank dies. If not, print a warning.
 
         Returns:
-            The line to start. If ranks do not live on, the line saves often.
+            The line to start. If the launcher ends all ranks, the line has an option to save often.
         """
         outcome, self._environ = prepare(line, self._variables(os.environ, line), self._stop)
         if self._stop.number or outcome is Outcome.LIVE:
@@ -228,7 +225,7 @@ class Keeper:
         return line.saving_every(SAVE_EVERY)
 
     def _variables(self, environ: Mapping[str, str], line: LaunchLine) -> dict[str, str]:
-        """Return the environment for a line, which may use fewer nodes than Slurm has allocated."""
+        """Return the environment for a line that may use fewer nodes than Slurm has allocated."""
         remaining = NODE_COUNTS if line != self._line else ()
         return {name: value for name, value in environ.items() if name not in remaining}
 
@@ -247,9 +244,9 @@ class Keeper:
         return content.get("status") == "failed" and content.get("started") != started
 
     def _gives_up(self, content: dict[str, Any], before: int, asked: HostAnswers) -> str:
-        """Return the reason why the line is not started again; empty if it is started again.
+        """Return the reason not to start the line again; empty if the line is to start again.
 
-        If the line is started again, print the reason for the new start.
+        If the line is to start again, print the reason for the new start.
 
         Args:
             content: contents of run.json.
@@ -282,7 +279,7 @@ class Keeper:
         return ""
 
     def _who_answers(self) -> str:
-        """Return a phrase: all hosts answer, or the line names no host to ask."""
+        """Return a phrase that says if all hosts answer, or if the line names no host to ask."""
         if self._line.hosts:
             return "all hosts answer"
         return "no host was asked, because the command names none (--hostfile FILE or -H HOSTS)"
@@ -317,7 +314,7 @@ class Keeper:
                 time.sleep(0.2)
 
     def _cannot_start(self, asked: HostAnswers) -> str:
-        """Return the reason why a start has to wait; empty: the start need not wait."""
+        """Return the reason why the next start has to wait; empty if it need not wait."""
         if not asked.alive:
             if not asked.away:
                 raise MotleyError(
@@ -327,8 +324,8 @@ class Keeper:
         first = asked.alive[0].name
         if progress(self._line.folder) >= 0 and not asked.sees.get(first, True):
             return (
-                f"{first} would have the first rank, and it does not see {self._line.folder}, "
-                "which has the checkpoints; name a folder that all hosts share with --logs DIR"
+                f"the first rank would be on {first}, which cannot read the checkpoints in "
+                f"{self._line.folder}; name a folder that all hosts share with --logs DIR"
             )
         return ""
 
@@ -368,9 +365,9 @@ class Keeper:
             started: start time of the previous job, from run.json.
 
         Returns:
-            The exit status of the line. Second value: after a fault, a future with the hosts'
-            answers, else None. The hosts are asked early, because a dead host takes some time, and
-            mpirun waits for it too.
+            Two values. The first is the exit status of the line. After a fault, the second is a
+            future with the hosts' answers, else None. The script asks the hosts while mpirun still
+            ends, because both wait for a dead host.
         """
         early, failed = None, 0.0
         self._figures.launched()
@@ -401,9 +398,10 @@ class Keeper:
 
 
 def _append_output() -> None:
-    """Have this process and the launcher write to the end of a file that the shell has opened.
+    """Make this process and the launcher append to a file to which the shell redirects output.
 
-    A rank's last line is appended while the launcher ends. The next line must not overwrite it.
+    A rank appends its last line while the launcher ends. The next line must not overwrite that
+    line.
     """
     for number in (1, 2):
         with contextlib.suppress(OSError):
@@ -443,7 +441,7 @@ def main(words: Sequence[str]) -> int:
     place = line.folder.parent / f".keep.{line.folder.name}"
     place.mkdir(exist_ok=True)
     busy = f"another keep_training.sh keeps {line.folder} running"
-    with take_folder(place, busy, "stop that one first, or choose another --run NAME"):
+    with take_folder(place, busy, "stop that script first, or choose another --run NAME"):
         stop = Stop()
         _append_output()
         for each in CODES:

@@ -1,4 +1,4 @@
-"""An mpirun or srun line as a user types it, and its variants without some hosts."""
+"""An mpirun or srun line as a user types it, and variants of the line without some hosts."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,9 @@ def hosts_of_step(
 
 
 def on_hosts(words: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """Return srun's words for these nodes alone.
+    """Return the words of an srun line that starts ranks on these nodes alone.
 
-    The step does not wait for other steps on these nodes.
+    The job step does not wait for other job steps on these nodes.
     """
     remaining = list(words)
     for flags in (_TASKS, _NODES, _LIST, _PER_NODE):
@@ -63,7 +63,7 @@ def _number(value: str | None) -> int | None:
 
 
 def _value(words: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Return the value of the last of these options, or None.
+    """Return the value of the option of ``flags`` that comes last in the line; None without one.
 
     Values have the forms ``-n 3``, ``-n3``, ``--ntasks 3`` and ``--ntasks=3``.
     """
@@ -118,7 +118,7 @@ class LaunchLine:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "LaunchLine":
-        """Return a user's line. Raise MotleyError if it does not start a training."""
+        """Return a user's line, parsed. Raise MotleyError if the line does not start a training."""
         line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
         if not line:
             raise MotleyError(
@@ -173,7 +173,7 @@ class LaunchLine:
         return self._value("--save-every")
 
     def saving_every(self, interval: str) -> "LaunchLine":
-        """Return the line with --save-every, unless the user has given one."""
+        """Return the line with ``--save-every``, unless the user's line has this option."""
         return self if self.save_every else self._with_option("--save-every", interval)
 
     def trial(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class LaunchLine:
         return (*start, *program, "--lose-one")
 
     def named(self, usual: str) -> "LaunchLine":
-        """Return the line with a name for the run's folder: the user's, else ``usual``."""
+        """Return the line with a name for the run's folder: the user's name, or else ``usual``."""
         line = self
         if self.has_own_loop:  # the script may choose another folder for runs
             line = self._with_option("--logs", self._value("--logs") or "logs")
@@ -260,7 +260,7 @@ class LaunchLine:
 
     @property
     def has_own_loop(self) -> bool:
-        """True if the script calls ``motley.join``, so that its own options are unknown here.
+        """True if the script calls ``motley.join``. Motley does not know such a script's options.
 
         Environment variables then take the place of options, such as MOTLEY_RUN for ``--run``.
         """
@@ -270,7 +270,7 @@ class LaunchLine:
         return "motley.join(" in script.read_text(errors="replace")
 
     def _with_variable(self, name: str, value: str) -> "LaunchLine":
-        """Return the line that gives a variable to all ranks."""
+        """Return the line, extended so that all ranks get an environment variable."""
         own = list(self.words[: self._entry])
         if self.under_slurm:
             start, text = f"--export=ALL,{name}=", f"--export=ALL,{name}={value}"
@@ -293,9 +293,9 @@ class LaunchLine:
         return replace(self, words=(*line, *own))
 
     def _with_script(self) -> "LaunchLine":
-        """Return the line with its script's name, which is added if the line relies on the default.
+        """Return the line with the name of its script, which a user may leave out.
 
-        Options can only follow a name.
+        Options can only follow the script's name. Without a name, the default script is added.
         """
         if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
@@ -335,7 +335,7 @@ def _find_rank_words(words: Sequence[str]) -> int:
 
 
 def _hosts_of_list(text: str) -> tuple[Host, ...]:
-    """Return the hosts of ``a:2,b``; a host that is named twice has two slots.
+    """Return the hosts in a list such as ``a:2,b``. A host that is named twice has two slots.
 
     The result is empty for a list of places in an allocation (``+n0``) or for a list with ``a:*``,
     which stands for as many slots as cores.

@@ -1,8 +1,9 @@
-"""A trial of a launch line: do the other ranks live on when one is killed?
+"""A trial of a launch line, which shows if the other ranks live on after one rank is killed.
 
-Each launcher has its own option that lets ranks live on when another dies. Any configuration file,
-module or container may set this option. The options of all launchers are therefore set here, as
-variables, and the line is started once with a small program in place of the training.
+Each launcher has its own option that lets ranks live on when another rank dies. Any configuration
+file, module or container may set this option differently. This module therefore sets the options of
+all launchers, as environment variables. Then it starts the line once with a small program in place
+of the training.
 """
 
 import re
@@ -39,7 +40,7 @@ _SAID = re.compile(r"trial: rank (\d+) of (\d+) (began|lives on)")
 
 
 class Outcome(Enum):
-    """The result of a trial. The value is a text for the user."""
+    """The result of a trial. The value of a member is a text for the user."""
 
     LIVE = "the other ranks live on"
     END = "ended all ranks of a trial when one of them was killed"
@@ -74,7 +75,7 @@ def survive_environment(line: LaunchLine, environ: Mapping[str, str]) -> dict[st
 
 
 def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome:
-    """Start a line's ranks, kill one, and return the outcome. Takes 3 s.
+    """Start the ranks of a line, kill one rank, and return the outcome. The trial takes 3 s.
 
     Args:
         line: the line.
@@ -123,7 +124,7 @@ def prepare(
 ) -> tuple[Outcome, dict[str, str]]:
     """Run a trial; return its outcome, and the environment in which to start the line.
 
-    If ranks do not live on when one dies, the environment does not claim that they do. After a
+    If ranks do not live on when one rank dies, the environment does not state that they do. After a
     loss, the ranks then save the last step if they have time before the launcher ends them.
     """
     own = survive_environment(line, environ)
@@ -149,12 +150,12 @@ def launcher_version(launcher: str) -> str:
 
 
 def loss_warning(outcome: Outcome, launcher: str, save_every: str | None) -> str:
-    """Return a warning about the cost of a lost rank; empty if a loss costs no finished step.
+    """Return a warning about the cost of a lost rank; empty if no finished step would be lost.
 
     Args:
         outcome: outcome of the trial.
         launcher: version of the launcher.
-        save_every: value of the user's --save-every; None: not given.
+        save_every: value of ``--save-every`` in the user's line; None without this option.
     """
     if outcome in (Outcome.LIVE, Outcome.FAILED):  # the start itself reports its error
         return ""

@@ -1,21 +1,21 @@
-"""Have a host leave training after the step that it is in, since another user needs it.
+"""Have a host leave training after its current step, since another user needs the host.
 
   bash setup/leave_cn.sh ecetesla1              # until: bash setup/join_cn.sh ecetesla1
   bash setup/leave_cn.sh ecetesla1 --for 2h     # or 30m, 1d, 90s, 1h30m
   bash setup/leave_cn.sh ecetesla1 ecetesla3 --dry-run
 
-Run it on any host that reaches the named ones by ssh, or on one of them. Your training
-on these hosts ends after its current step, and no step is lost: all ranks together save
-the state first. A run under setup/keep_training.sh continues on its other hosts, and adds
-the host again after its return. Any other run ends, and prints how to continue it. Until
-its return no run uses the host: a mark in /tmp/motley-UID there prevents that. The mark is
-also removed when the host is booted.
+Run this script on any host that reaches the named hosts by ssh, or on one of them. Your training on
+these hosts ends after its current step. No step is lost, because all ranks together save the state
+first. A run under setup/keep_training.sh continues on its other hosts, and adds the host again
+after its return. Any other run ends, and prints how to continue it. A mark in /tmp/motley-UID on
+the host keeps your runs away from the host until its return. A reboot of the host also removes the
+mark.
 
-The kernel lets only you, and root, send the signal that this needs. Other processes
-there, yours or others', are not touched.
+Only you and root may send the signal that ends your training. Other processes on the host are not
+touched.
 
-Refused, and nothing is done: a host that no hostfile names, one where no training of
-yours runs, and all hosts of a run, which would end it.
+The script refuses these requests, and then does nothing: a host that no hostfile names, a host
+where no training of yours runs, and all hosts of a run, since the run would then end.
 
 Options:
   --for TIME        come back automatically after this time; default: stay away
@@ -23,7 +23,7 @@ Options:
                     hosts.txt (command motley: the current folder's)
   --dry-run         print what would leave, and change nothing
 
-Exit status: 0 they have left, 1 some host has not, 2 nothing was begun.
+Exit status: 0 all named hosts have left, 1 some host has not, 2 nothing was begun.
 """
 
 import argparse
@@ -66,16 +66,16 @@ def is_here_by_name(name: str) -> bool:
 
 
 def ask_agent(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
-    """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
+    """Run ``python -m motley.membership.host_agent WORDS...`` on a host, and return its answer.
 
     Raises:
-        HostTrouble: there is no answer.
+        HostTrouble: the host or the program gives no answer.
     """
     return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
 
 
 def read(output: str) -> dict[str, Any]:
-    """Return the answer in printed output.
+    """Parse the printed output of the program on a host, and return its answer.
 
     Raises:
         HostTrouble: the output is no answer, or reports an error.
@@ -95,13 +95,13 @@ def read(output: str) -> dict[str, Any]:
 
 
 def join_names(hosts: Sequence[str]) -> str:
-    """Return names as in "a, b and c"."""
+    """Return a text such as "a, b and c" from the names of hosts."""
     *first, last = hosts
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def main(words: Sequence[str]) -> int:
-    """Ask the hosts, refuse or send the request, print the outcome, and return the exit code."""
+    """Ask the hosts if they can leave, send them the request, and return the exit code."""
     parser = setup_command.Parser("leave_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
@@ -135,8 +135,8 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 
 def describe_outcome(host: str, answer: Mapping[str, Any]) -> str:
-    """Return a line for the user that states if a host has left."""
-    back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
+    """Return a line for the user that says if a host has left the run."""
+    back = typed_command(f"; the host takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
         return typed_command(
@@ -172,7 +172,7 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def parse_time(word: str) -> int:
-    """Return a time in seconds. Raise MotleyError if the word is no time."""
+    """Return the seconds of a time such as 2h. Raise MotleyError if the word is no time."""
     seconds = parse_seconds(word)
     if seconds is None:
         raise MotleyError(

@@ -1,13 +1,13 @@
-"""The network of the hosts of hosts.txt, and the settings that MPI, NCCL and DeepSpeed read.
+"""The network of the hosts of hosts.txt, and the settings of MPI, NCCL and DeepSpeed for it.
 
-The network is tried in the same way as at the start of a training (motley.launch.world). Its subnet
-is written on every host.
+The hosts try each network in the same way as at the start of a training (motley.launch.world). The
+subnet of the chosen network is written to files on every host.
 
-The module writes the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-between two marks. The module also writes lines of .deepspeed_env, in the folder of the runs, and
-keeps the user's other lines of this file. The user's own parameter files override those of the
-environment. The user's files are changed only if the environment belongs to another user. The lines
-are then written into the user's files, between the same marks.
+The module writes parameters into etc/openmpi-mca-params.conf and etc/prte-mca-params.conf of the
+Python environment, between two marks. The module also writes lines into .deepspeed_env, in the
+folder of the runs, and keeps the user's other lines of this file. Parameter files in the user's
+home override the files of the environment. If the environment belongs to another user, the lines
+are written into the user's files instead, between the same marks.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Listening:
     """The ports on which a host listens.
 
     Attributes:
-        ports: a port for each address of the host; 0 if no port could be opened at the address.
-        token: text that a connection has to start with.
+        ports: open port at each address of the host; 0 if no port could be opened at the address.
+        token: text that a peer sends first on each connection.
     """
 
     ports: tuple[int, ...]
@@ -47,7 +47,7 @@ Peer = tuple[str, str, int, str]  # name, address, port and token
 
 
 def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
-    """Return the output of motley.cluster.network on a host that connects to ``peers``.
+    """Run motley.cluster.network on a host, which connects to ``peers``; return the output.
 
     Args:
         remote: connection to the host.
@@ -62,11 +62,11 @@ def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
 def listen_on(
     addresses: Mapping[str, Sequence[str]],
 ) -> Iterator[tuple[dict[str, Remote], dict[str, Listening]]]:
-    """Have each host listen on its addresses while the context is open.
+    """Make each host listen on its addresses until the ``with`` block ends.
 
     Yields:
-        A connection to each host, and the ports on which it listens. A host that does not answer
-        has no ports.
+        Two dictionaries by host. The first has an ssh connection to each host, and the second has
+        the ports on which the host listens. A host that does not answer has no ports.
     """
     listening: dict[str, Listening] = {}
     ready = threading.Semaphore(0)
@@ -99,7 +99,7 @@ def listen_on(
 def try_networks(
     reports: Mapping[str, HostReport], only_choice: bool = True
 ) -> tuple[dict[str, Network], str]:
-    """Return each host's address on the fastest network that connects all, and remarks.
+    """Return each host's address on the fastest network that connects all hosts, and remarks.
 
     The remarks are one sentence on each network.
 
@@ -192,7 +192,7 @@ class Shared:
 
 
 def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) -> Shared:
-    """Return the shared network, with the subnet of the hosts' addresses on it.
+    """Return the network that the hosts share, with its subnet.
 
     Args:
         reports: report of each host.
@@ -210,12 +210,13 @@ def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) ->
 def parameters(
     report: HostReport, reports: Mapping[str, HostReport], shared: Shared
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return one host's lines for the files of Open MPI and its launcher PRRTE, and .deepspeed_env.
+    """Return the lines to write on one host: for Open MPI, for PRRTE, and for .deepspeed_env.
 
-    MPI's lines have the subnet, since interface names differ from host to host. Open MPI 4.1 has
-    its launcher's parameter in the first file, under its own name. NCCL accepts only names of
-    interfaces. NCCL's line has the names of all hosts that read the same file. The line is left out
-    if one of these names belongs to another network on another host.
+    MPI's lines name the subnet, since interface names differ from host to host. PRRTE is the
+    launcher of Open MPI 5. Open MPI 4.1 reads the parameter of its launcher from Open MPI's own
+    file, under another name. NCCL accepts only names of interfaces. The line for NCCL therefore
+    names the interfaces of all hosts that read the same file. The line is left out if one of these
+    names belongs to another network on another host.
     """
     if shared.subnet is None:
         return [], [], []
@@ -240,11 +241,11 @@ def parameters(
 
 
 def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
-    """Return the lines of .deepspeed_env: the user's, then our lines for other variables.
+    """Return the new lines of .deepspeed_env: the user's lines, then ours for other variables.
 
     Args:
         text: the present text of the file.
-        ours: lines NAME=VALUE.
+        ours: the lines to add, each as NAME=VALUE.
     """
     lines = [(line, *split_setting(line)) for line in text.splitlines()]
     written = [value.split(",") for _, name, value in lines if name == _OURS]
@@ -257,7 +258,7 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
-    """Write a host's :func:`parameters`. Return lines in the user's files that contradict them.
+    """Write a host's :func:`parameters`. Return the user's own lines that contradict them.
 
     Args:
         remote: connection to the host.
@@ -282,7 +283,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
 
 
 def _not_written(host: str, output: str, errors: str) -> HostTrouble:
-    """Return the error for parameters that could not be written, from the output of _WRITE."""
+    """Return the error for parameters that could not be written, given the output of _WRITE."""
     user, owner, folder = [*output.strip().split(" ", 2), "", "", ""][:3]
     why = " ".join(errors.split())
     if not owner or user == owner:

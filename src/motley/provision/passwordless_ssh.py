@@ -1,36 +1,38 @@
-"""From a password to keys: let ssh reach every host of hosts.txt without asking.
+"""Let ssh reach every host of hosts.txt by a key, without asking for a password.
 
-mpirun, which uses ssh, then reaches them too.
+mpirun uses ssh, and then reaches these hosts too.
 
   bash setup/passwordless_ssh.sh                    # asks for the password once
   bash setup/passwordless_ssh.sh --dry-run          # prints what it would do
   bash setup/passwordless_ssh.sh --known-hosts FILE # host keys from its lines
 
-  bash setup/passwordless_ssh.sh --mesh             # and every host to every other
-  bash setup/passwordless_ssh.sh --remove           # undoes it, on every host
+  bash setup/passwordless_ssh.sh --mesh             # also from every host to every other
+  bash setup/passwordless_ssh.sh --remove           # undoes all changes, on every host
 
-Here it makes a key of its own, ~/.ssh/id_ed25519_motley, names the hosts that
-need it at the end of ~/.ssh/config, between "# motley: begin" and "# motley:
-end", and pins host keys in ~/.ssh/known_hosts, after showing them. On each
-host it adds one line to ~/.ssh/authorized_keys (restrict,pty: no forwarding
-of any kind). Other users lose the permission to write to ~, and all
-permissions on ~/.ssh and that file, since sshd would otherwise ignore it. A
-host that lets you in already is not touched, nor are your own keys. The
-password is asked on the terminal, goes to the hosts alone, and is kept
-nowhere. A second run changes nothing, and finishes work that was stopped
-half-way.
+On this machine, the script makes a key of its own, ~/.ssh/id_ed25519_motley. The
+script lists the hosts that need this key at the end of ~/.ssh/config, between "#
+motley: begin" and "# motley: end". The script shows the host keys, and then pins
+them in ~/.ssh/known_hosts. On each host, the script adds one line to
+~/.ssh/authorized_keys (restrict,pty: no forwarding of any kind). Other users
+lose the permission to write to ~, and all permissions on ~/.ssh and
+authorized_keys, since sshd would otherwise ignore the key. The script does not
+touch your own keys, or a host that lets you in already. The script asks for the
+password on the terminal, sends the password to the hosts alone, and stores it
+nowhere. A second run finishes work that was interrupted, and otherwise changes
+nothing.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
-  --known-hosts FILE   host keys, as your administrator may give you, instead
-                    of asking; others are refused
-  --mesh            mpirun does not need it: it starts all ranks from here. If
+  --known-hosts FILE   accept only the host keys in FILE, without asking. Ask
+                    your administrator for the file
+  --mesh            also let every host log in to every other host. mpirun does not
+                    need this, because it starts all ranks from this machine. If
                     homes are not shared, each host gets a key of its own
-  --remove          on all hosts that the block in ~/.ssh/config names; pinned
-                    host keys and tightened permissions stay
+  --remove          undo the changes on all hosts that the block in ~/.ssh/config
+                    names. Pinned host keys and tightened permissions stay
   --dry-run         print every change, do none
 
-Exit status: 0 every host lets you in, 1 some host does not, 2 nothing was
+Exit status: 0 every host lets you in by key, 1 some host does not, 2 nothing was
 begun.
 """
 
@@ -64,12 +66,12 @@ _SCRIPT = Path(__file__).with_name("ssh_files.sh").read_text()
 
 
 def own_key() -> Path:
-    """Return the path of the private key that Motley makes for itself."""
+    """Return the path of the private key that this script makes."""
     return home_folder() / ".ssh/id_ed25519_motley"
 
 
 def this_machine() -> Remote:
-    """Return a Remote that runs commands on this machine."""
+    """Return a Remote, an object that runs commands on a host, for this machine."""
     return Remote("this machine", None)
 
 
@@ -112,14 +114,14 @@ def authorized(public: str) -> str:
 
 
 def pinned(keys: Mapping[str, HostKey]) -> list[str]:
-    """Return lines of known_hosts for host keys, which are given by their names in that file."""
+    """Return a line of known_hosts for each host key; ``keys`` has the name in the line."""
     return [f"{name} {key.kind} {key.base64}" for name, key in keys.items()]
 
 
 def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
-    """Return OpenSSH's result on ``remote`` for reaching each host without a password.
+    """Try to reach each host by OpenSSH from ``remote``, without a password.
 
-    The result is ``works``, or an error message.
+    Return, for each host, ``works`` or an error message.
     """
     names = list(hosts)
     lines = do(remote, "try_ssh", *names) if names else []
@@ -128,16 +130,18 @@ def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
-    """Show the host keys, ask if they are right, and return them; a dry run asks nothing.
+    """Show the host keys, ask the user if they are right, and return them.
+
+    A dry run does not ask.
 
     Raises:
-        MotleyError: the user did not confirm them.
+        MotleyError: the user did not confirm the host keys.
     """
-    print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
+    print("These host keys are not in ~/.ssh/known_hosts yet; compare them with the right keys:")
     rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
     print(table(("host", "type", "fingerprint"), rows))
     if dry_run:
-        print("would ask whether they are right, pin them, and see who needs a password")
+        print("would ask if these keys are right, pin them, and find hosts that need a password")
         return {}
     need_terminal(
         "a yes to the host keys", "give --known-hosts FILE, or run this command in a terminal"
@@ -148,12 +152,12 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
-    """Return each host's key in ``--known-hosts FILE``, or the trouble of a host without a key."""
+    """Check each shown host key by ``--known-hosts FILE``. Return the key or the host's fault."""
     return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 
 def _match(host: str, shown: HostKey, path: Path) -> HostKey:
-    """Return the key in ``--known-hosts FILE`` that a host proves, or raise HostTrouble."""
+    """Return the host's key if ``--known-hosts FILE`` lists it, else raise HostTrouble."""
     try:
         held = known_keys(host, path)
     except (OSError, ValueError) as error:
@@ -179,19 +183,20 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
 
 
 def make_tag(public: str) -> str:
-    """Return the comment by which keys of a mesh from this machine are recognised."""
+    """Return the comment that marks the keys that ``--mesh`` from this machine has installed."""
     return f"mesh-{public.split()[1][-16:]}"
 
 
 def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
-    """Give each host access to each other host.
+    """Give each host access by key to each other host.
 
     Args:
-        hosts: hosts to which this machine can log in, and this machine if hosts.txt names it.
+        hosts: hosts to which this machine can log in. This machine is among them if hosts.txt names
+            it.
         public: the public key of this machine.
 
     Returns:
-        The hosts that cannot take part, or cannot reach all others.
+        The faults of the hosts that cannot take part, or cannot reach all other hosts.
     """
     members = [host for host in hosts if host != "localhost"]
     met, troubles = split(run_on_all(members, _visit, LIMIT_S))
@@ -228,7 +233,7 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
-    """Log in from each host to each other host, and return the hosts for which a login fails."""
+    """Log in from each host to each other host. Return the faults of hosts whose login fails."""
     text, troubles = split(
         run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
     )
@@ -247,9 +252,12 @@ def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
 
 
 def remove(dry_run: bool) -> int:
-    """Undo all changes on the hosts that our block names, then here. Return the exit status.
+    """Undo all changes on the hosts in our block of ~/.ssh/config, then on this machine.
 
-    A host that cannot be reached stays in the block, and our key stays here, for the next time.
+    Return the exit status.
+
+    A host that cannot be reached stays in the block. Our key then stays on this machine, for the
+    next call.
     """
     here = this_machine()
     hosts = do(here, "block_hosts")
@@ -284,7 +292,7 @@ def remove(dry_run: bool) -> int:
     print_troubles(troubles)
     if troubles:
         again = typed_command("bash setup/passwordless_ssh.sh --remove")
-        print(f"\n{own_key()} stays for these; when they are back: {again}")
+        print(f"\n{own_key()} stays for these hosts; when they answer again: {again}")
     return 1 if troubles else 0
 
 
@@ -321,10 +329,10 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def look(host: str, known: HostKey | None = None) -> str:
-    """Return how this user can log in to a host now.
+    """Return the way in which this user can log in to a host now.
 
-    The result is HERE for this machine, and OPEN if ssh works. With KEYED, our key works, but
-    ~/.ssh/config does not name it for the host. With CLOSED, no key works.
+    The result is HERE for this machine, and OPEN if ssh works without a password. KEYED: our key
+    works, but ~/.ssh/config does not name our key for the host. CLOSED: no key works.
 
     Raises:
         HostTrouble: the host cannot be reached.
@@ -343,7 +351,7 @@ def look(host: str, known: HostKey | None = None) -> str:
 
 
 def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
-    """Return the host keys to pin. A wrong key is stored in ``states`` as a trouble."""
+    """Return the host keys to pin. For a wrong key, store a HostTrouble in ``states``."""
     shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
     if not shown:
         return {}
@@ -357,14 +365,14 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
 
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
-    """Ask for the password and log in to all hosts at once; return each connection or trouble."""
+    """Ask for the password and log in to all hosts at once. Return the connections or faults."""
     print("The password is sent only to these hosts, once, and is not stored.")
     users = {host: read_login(host).user for host in hosts}
     return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
 
 
 def install(remote: Remote, public: str) -> str:
-    """Add our key to a host that accepted the password, unless its home has it already.
+    """Add our key to a host that accepted the password, unless the user's home there has it.
 
     Returns:
         The new state of the host.
@@ -396,7 +404,7 @@ def install(remote: Remote, public: str) -> str:
 
 
 def install_all(states: States) -> str:
-    """Add our key to the hosts that need it, one by one since homes may be shared.
+    """Add our key to the hosts that need it, one after the other, since homes may be shared.
 
     Returns:
         Our public key.
@@ -434,11 +442,11 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
     if named:
         print(f"would name {', '.join(named)} in our block of ~/.ssh/config")
     if mesh:
-        print("would let every host in to every other: a key on each, unless homes are shared")
+        print("would let every host log in to every other by a key of its own")
 
 
 def check(states: States) -> dict[str, str]:
-    """Log in to every host by OpenSSH, as mpirun will do. A failure is stored in ``states``.
+    """Log in to every host by OpenSSH, as mpirun will do. Store each failure in ``states``.
 
     Returns:
         ``works`` or the error message for each tried host.
@@ -473,7 +481,7 @@ def report(states: States, reached: dict[str, str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Find the hosts that need a key, install it, check it, and return the exit status."""
+    """Find the hosts that need a key, install the key, check it, and return the exit status."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     for program in ("ssh", "ssh-keygen"):

@@ -1,10 +1,10 @@
-"""The frame of a setup command: options, all hosts at once, a table, a question, and the end.
+"""Functions for the commands of setup/: options, visits to all hosts, tables and questions.
 
-This module also runs other modules of Motley on a host, in the host's environment.
+The module also runs other modules of Motley on a host, in the host's Python environment.
 
 Each command visits all hosts of a hostfile at once, and prints one table. For each host with a
-fault it prints the finding and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing
-was begun.
+fault, the command prints what was found and the fix. Exit status: 0 all is well, 1 some host has a
+fault, 2 nothing was begun.
 """
 
 import argparse
@@ -49,9 +49,9 @@ class Parser(argparse.ArgumentParser):
     Args:
         name: name of the script in setup/, without the ending ``.sh``.
         doc: the docstring of the command's module, which -h prints.
-        visits: True if the command has the option --hostfile.
-        instead: for a command that needs a clone of the repository, an instruction to a user
-            without one.
+        visits: True if the command visits hosts, and therefore has the option --hostfile.
+        instead: instruction to a user without a clone of the repository. Empty: the command works
+            without a clone.
     """
 
     def __init__(self, name: str, doc: str | None, visits: bool = True, instead: str = "") -> None:
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         """Return the options.
 
         Raises:
-            MotleyError: an option is wrong, or the command needs a clone and there is none.
+            MotleyError: an option is wrong, or the command needs a clone of the repository.
         """
         options = self.parse_args(words)
         if self._refusal:
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise MotleyError with the message, and a hint to -h."""
+        """Raise MotleyError with the message, and with a hint to the option -h."""
         raise MotleyError(f"{message}; see bash setup/{self.prog} -h")
 
 
@@ -118,7 +118,7 @@ def run_module(
         module: name of the module.
         *words: command-line arguments of the module.
         limit: largest duration, in seconds.
-        on_line: called with each line of output, at once.
+        on_line: function that is called with each line of output, at once.
 
     Raises:
         HostTrouble: the host does not answer, or has no environment, or the module fails.
@@ -142,7 +142,7 @@ def run_module(
 
 
 def printable(text: str) -> str:
-    """Return the text without characters on which a terminal acts."""
+    """Return the text without the control characters on which a terminal acts."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
@@ -178,10 +178,10 @@ class Trouble(Protocol):
 
 
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:
-    """Print two lines for each host with a fault: the finding and the fix.
+    """Print two lines for each host with a fault: what was found, and the fix.
 
-    The fix is never wrapped, because it may be a command to copy. Hosts with the same finding and
-    fix share their lines.
+    The line of the fix is never wrapped, because it may be a command to copy. Hosts with equal
+    lines share these lines.
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for host, trouble in troubles.items():
@@ -200,14 +200,17 @@ def print_troubles(troubles: Mapping[str, Trouble]) -> None:
 
 
 def _named(host: str) -> str:
-    """Return a pattern that matches a host's name, but not as part of another word."""
+    """Return a regular expression that matches a host's name, but not as part of a longer word."""
     return rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)"
 
 
 def ask_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Call :func:`run_on_all`, and show on a terminal how many hosts have answered."""
+    """Call ``work`` for all hosts at once, and show on a terminal how many hosts have answered.
+
+    See :func:`run_on_all`.
+    """
     names = list(hosts)
     counter = _Counter(len(names))
 
@@ -252,7 +255,7 @@ def ask_password(prompt: str) -> str:
 def try_password(
     users: Mapping[str, str], work: Callable[[str, str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """Ask for the password, and again for the hosts that refuse it.
+    """Ask the user for the password, and ask again for the hosts that refuse it.
 
     Args:
         users: the account's name by host.
@@ -261,7 +264,7 @@ def try_password(
         limit: seconds for all hosts together.
 
     Returns:
-        The result or trouble of each host.
+        The result or the fault of each host.
     """
     done: dict[str, T | HostTrouble] = {}
     remaining = list(users)
@@ -300,7 +303,7 @@ class _Counter:
             self._show()
 
     def end(self) -> None:
-        """Clear the line. Hosts that finish later are not counted."""
+        """Clear the line on the terminal. Hosts that finish later are not counted."""
         with self._lock:
             if self._shown:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -318,7 +321,10 @@ def width() -> int:
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """End with the status of ``main(words)``; 2 for an error that the user can correct."""
+    """End this process with the exit status that ``main(words)`` returns.
+
+    The status is 2 for an error that the user can correct.
+    """
     escape_unprintable()
     try:
         status = main(sys.argv[1:])
@@ -326,7 +332,7 @@ def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
         print(f"motley: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        print("\nmotley: stopped; the same command again goes on from here", file=sys.stderr)
+        print("\nmotley: stopped; run the same command again to continue", file=sys.stderr)
         status = 130
     sys.stdout.flush()
     os._exit(status)  # threads of hosts that never answered must not hold us

@@ -1,41 +1,41 @@
-"""Write a batch script of Slurm's for a training, and submit it.
+"""Write a batch script for Slurm that runs a training, and submit the script.
 
   bash setup/slurm_job.sh --nodes 2 --time 4:00:00 ./entry_cn.sh --epochs 90 --run vit
   bash setup/slurm_job.sh --nodes 2 --time 1:00:00 --submit --requeue ./entry_cn.sh --epochs 5
   bash setup/slurm_job.sh --nodes 2 --array --submit torch_dist/baseline_measure.py --matrix full
-  bash setup/slurm_job.sh                       # which partitions there are
+  bash setup/slurm_job.sh                       # shows the partitions
 
-srun starts the line, from the repository. sinfo reports the partitions, the cores and GPUs
-of a node, and the longest time. A request for more is refused before it waits in a queue.
-Each GPU gets a rank; without GPUs, each node gets one.
+In the job, srun starts the line in the repository's folder. sinfo reports the partitions, the cores
+and GPUs of a node, and the longest time. A request for more than that is refused before it waits in
+a queue. Each GPU gets a rank. A node without GPUs gets one rank.
 
-Some minutes before the end of the allocation Slurm signals all ranks, which save after
-their current step. The job then ends. The next job with the same line continues from there,
-or with --requeue this job itself: no step is lost or done twice.
+Some minutes before the end of the allocation Slurm signals all ranks, which save after their
+current step. The job then ends. The next job with the same line continues from the saved step. With
+--requeue, the same job continues by itself. No step is lost or done twice.
 
-With --array the line is baseline_measure.py's, and each cell of its matrix is a task of the
-job, with nodes of its own; each task writes the table of all runs that have ended by then.
-A second run of the line submits the cells that are left. Figures are comparable as far as
-the nodes are alike.
+With --array the line runs baseline_measure.py. Each cell of its matrix becomes a task of a job
+array, with nodes of its own. Each task writes the table of all runs that have ended by then. A
+second run of the same line submits the remaining cells. Results of two tasks can be compared only
+if their nodes have equal hardware.
 
 Options, before the line:
   --nodes N          default 1
-  --gpus N           of a node. Default: all that its nodes have; 0: none
-  --ranks N          of a node without GPUs, default 1
-  --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12. Default: the partition's own
-  --partition NAME   default: the cluster's own; --account NAME: the account that pays
+  --gpus N           GPUs of each node. Default: all GPUs; 0: none
+  --ranks N          ranks on each node without GPUs, default 1
+  --time TIME        time limit: 30 (minutes), 4:00:00 or 1-12. Default: the partition's limit
+  --partition NAME   default: the cluster's default; --account NAME: the account that pays
   --mem, --qos, --constraint, --gres, --exclude   as sbatch takes them
   --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END. May be repeated
   --run-before CMD   a command before srun, as in --run-before "module load cuda". May be repeated
-  --before SECONDS   before the end at which the ranks are signalled. Default: 180
+  --before SECONDS   seconds before the end at which Slurm signals the ranks. Default: 180
   --requeue          continue in the same job, until the training has finished
-  --array            a task for each cell of a matrix. With --at-once K: at most K at a time
+  --array            run a task for each cell of a matrix. With --at-once K: at most K at a time
   --container IMAGE  run the ranks in an Apptainer image
-  --mpi KIND         of srun's, default none: the ranks connect without it
-  --submit           with sbatch. Default: write the script, print how
-  --dry-run          print the script, write nothing; also where there is no Slurm
+  --mpi KIND         srun's --mpi. Default none: the ranks connect without srun's help
+  --submit           submit the script with sbatch. Default: write it, and print how
+  --dry-run          print the script, write nothing; works without Slurm too
 
-Exit status: 0 written or submitted, 2 nothing was.
+Exit status: 0 the script was written or submitted, 2 nothing was done.
 """
 
 import argparse
@@ -67,8 +67,8 @@ class Array:
     """The measurement that the tasks of a job array share.
 
     Attributes:
-        words: words of the measuring command, to which the number of a task is added.
-        rest: the words after ``--``, for every run.
+        words: words of the measuring command. Each task adds its number to them.
+        rest: words after ``--`` in the user's line, which are given to every run.
         tasks: numbers of the cells that have runs left.
         seconds: time limit of a task, in seconds.
         folder: folder of the results.
@@ -165,7 +165,7 @@ class Job:
         cores: number of cores for each rank; 0: the cluster's default.
         time: longest time, in Slurm's notation; None: the partition's default.
         before_s: seconds before the end of the allocation at which Slurm signals the ranks.
-        requeue: True if the job continues itself in the next allocation.
+        requeue: True if Slurm starts the job again until the training has finished.
         mpi: value of srun's option ``--mpi``.
         requests: other options of sbatch, without ``--``, as in ``mem=64G``.
         run_before: shell commands that precede srun.
@@ -290,13 +290,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_word(flag: str, word: str | None) -> None:
-    """Raise MotleyError if a word is empty or not a single plain word in a batch script."""
+    """Raise MotleyError if the value of an option is not one plain word.
+
+    The batch script contains the value without quotes.
+    """
     if word is not None and not _WORD.fullmatch(word):
         raise MotleyError(f"{flag} {word!r}: use letters, digits, '.', '_' and '-' alone")
 
 
 def plan_on_cluster(options: argparse.Namespace) -> Job:
-    """Return the job, checked against the cluster. A dry run works without a cluster."""
+    """Return the job that the options describe, after a check that the cluster can run it.
+
+    A dry run works without a cluster.
+    """
     try:
         result = partitions()
     except MotleyError as error:
@@ -313,7 +319,7 @@ def plan_on_cluster(options: argparse.Namespace) -> Job:
 
 
 def show(found: Sequence[Partition]) -> None:
-    """Print the partitions."""
+    """Print the partitions of the cluster, with their nodes and time limits."""
     rows = [
         (each.name + " (default)" * each.usual, "up" if each.up else "down", each.nodes,
          each.cores, each.gpus or "none", clock(each.most_s))
@@ -374,14 +380,14 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
 
 
 def with_line(job: Job, options: argparse.Namespace) -> Job:
-    """Return the job of a training, with its line and name."""
+    """Return a job that runs a training, with the line and name from the options."""
     line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     check_word("--run, which names the job,", line.folder.name)
     return replace(job, line=line.resumed(has_own=False).words[1:], name=line.folder.name)
 
 
 def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
-    """Return the job of a matrix. The job's time is the longest time limit of a cell."""
+    """Return a job array that measures a matrix. Its time is the longest time limit of a cell."""
     line = options.line[1:] if options.line[0] == "--" else options.line
     array = Array.prepare(line, job.nodes, job.ranks, job.mpi, options.dry_run)
     check_word("the folder of the results, which names the job,", array.folder.name)
@@ -418,7 +424,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 
 def make_script(job: Job) -> str:
-    """Return the batch script."""
+    """Return the text of the batch script."""
     logs, number = PLACE / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition or None,
@@ -445,7 +451,7 @@ def make_script(job: Job) -> str:
 
 
 def describe_job(job: Job) -> str:
-    """Return the job in words."""
+    """Return a text for the user that describes the job."""
     each = many(job.gpus, "GPU") if job.gpus else many(job.ranks, "rank")
     if job.array:
         return (

@@ -1,37 +1,37 @@
-"""Pack a folder of images into one file, and copy that to every host's own disk.
+"""Pack a folder of images into one file, and copy the file to every host's own disk.
 
-The images are shrunk once. The file is for --dataset packed.
+The script can also shrink the images. A training reads the file with --dataset packed.
 
   bash setup/stage_cn.sh --data-dir flowers
-  bash setup/stage_cn.sh --data-dir flowers --dry-run   # bytes, and free disk
+  bash setup/stage_cn.sh --data-dir flowers --dry-run   # sizes, and free disk
   bash setup/stage_cn.sh --data-dir flowers --longest 256 --budget 20G
 
 The folder has train/ and val/ with one folder per class in each, as for
---dataset folder. The file has PIL's pixels. Without shrinking, training gets
-the same numbers as from the folder, but decodes no JPEGs in each epoch. This
-machine makes the file and copies it by ssh to the same path on all hosts at
-once, in blocks that are checked by hash. After an interruption, the same
-command sends the missing blocks; if none is missing, it only checks. Images
-that have changed are packed again. A host without room is named before any
-file is packed or copied.
-Only the file and a hidden part of it beside it are changed. A file there that
+--dataset folder. The file has the pixels that PIL decodes. Without shrinking,
+training gets the same numbers from the file as from the folder, but decodes no
+JPEGs. This machine makes the file and copies it by ssh to the same path on all
+hosts at once, in blocks that are checked by hash. After an interruption, the
+same command sends the missing blocks. If no block is missing, the command only
+checks the file. If images have changed, they are packed again. The script names
+each host without room before it packs or copies the file. On a host, only the
+file and a hidden partial copy beside it are changed. A file at that path that
 Motley has not made is left alone.
 
 Options:
   --data-dir DIR    the folder of images
-  --to FOLDER       on each host. Default: /var/tmp/motley-USER
-  --longest PIXELS  shrink what is larger to this longest side, by Lanczos
+  --to FOLDER       folder on each host. Default: /var/tmp/motley-USER
+  --longest PIXELS  shrink larger images to this longest side, by Lanczos
   --keep KIND       pixels (the default), or jpeg: a third of the bytes. Shrunk
                     JPEGs have quality 95, and all are decoded in training
-  --budget SIZE     of disk on each host, as 20G. A larger file is refused
+  --budget SIZE     largest size on each host, as 20G. A larger file is refused
   --needs RATE      images/s that a host's GPUs process. A host with a slower
                     disk is named
   --jobs N          processes that pack. Default: all cores
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --dry-run         print every change, do none
 
-Exit status: 0 all hosts have the file, 1 some host has not, or a disk that is
-too slow, 2 nothing was begun.
+Exit status: 0 all hosts have the file, 1 some host does not have it or has a
+disk that is too slow, 2 nothing was begun.
 """
 
 import argparse
@@ -84,7 +84,10 @@ HERE = "localhost"
 
 
 def main(words: Sequence[str]) -> int:
-    """Pack and copy. Return 1 if some host has no copy, or a disk that is too slow, else 0."""
+    """Pack the images and copy the file to all hosts.
+
+    Return 1 if some host has no copy, or has a disk that is too slow, else 0.
+    """
     options = parse(words)
     folder, keep = list_folder(options.data_dir), Keep(options.keep, options.longest)
     path = options.to / file_name(options.data_dir, keep)
@@ -137,14 +140,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def file_name(folder: Path, keep: Keep) -> str:
-    """Return the file's name, made of the folder's name and the kind of packing."""
+    """Return the packed file's name, made of the folder's name and the kind of packing."""
     word = re.sub(r"[^A-Za-z0-9._-]", "_", folder.name).strip(".-") or "images"
     words = [word, *([str(keep.longest)] if keep.longest else []), *([JPEG] * (keep.kind == JPEG))]
     return "-".join(words) + SUFFIX
 
 
 def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None, str]:
-    """Return the packed file if it exists and holds these images; else None and the reason.
+    """Return the packed file if it exists and holds these images, else None.
+
+    The second value is the reason for None.
 
     Raises:
         MotleyError: the file was made from another folder.
@@ -167,7 +172,7 @@ def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None
 
 
 def estimate(folder: Folder, keep: Keep) -> int:
-    """Estimate the file's size in bytes, and print the estimates for both kinds of packing."""
+    """Estimate the packed file's size in bytes, and print the size for both kinds of packing."""
     count = len(folder.paths)
     sizes = {kind: count_bytes(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
     texts = [
@@ -181,7 +186,7 @@ def estimate(folder: Folder, keep: Keep) -> int:
 
 
 def check_budget(size: int, options: argparse.Namespace) -> None:
-    """Raise MotleyError if the file is larger than ``--budget``."""
+    """Raise MotleyError if the packed file is larger than ``--budget``."""
     if options.budget is not None and size > options.budget:
         raise MotleyError(
             f"the packed images take {format_size(size)}, and --budget allows "
@@ -196,7 +201,7 @@ def plan_rows(
     size: int,
     is_packed: bool,
 ) -> list[tuple[str, str, str]]:
-    """Return one row per host: name, free disk, planned work."""
+    """Return one table row per host: name, free disk, planned work."""
     rows = []
     for host, target in seen.items():
         if isinstance(target, HostTrouble):
@@ -216,7 +221,7 @@ def plan_rows(
 
 
 def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: str) -> Packed:
-    """Make the file here, print which images could not be read, and return the file."""
+    """Pack the file on this machine, print which images could not be read, and return the file."""
     print(f"packing {path}: {why}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with Bar("packing", size) as bar:
@@ -229,7 +234,7 @@ def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: 
 
 
 def copy_all(hosts: Sequence[str], packed: Packed) -> Mapping[str, Copied | HostTrouble]:
-    """Copy the file to all hosts at once."""
+    """Copy the packed file to all hosts at once. Return the copy or the fault of each host."""
     end = len(packed.content)
     with Bar("checking", packed.path.stat().st_size) as bar:
         source: Source = read_source(packed.path, (BEGIN, end, packed.about.images_sha256), bar.at)
@@ -265,7 +270,7 @@ def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
 
 
 def report(copied: Mapping[str, Copied], packed: Packed, was_packed: bool) -> None:
-    """Print a table of the copies, and the options to train from the file."""
+    """Print a table of the copies, and the options with which to train from the file."""
     size = packed.path.stat().st_size
     rows = [
         (

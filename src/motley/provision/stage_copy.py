@@ -1,4 +1,4 @@
-"""A copy of one packed file to a host, block by block, with a progress bar on a terminal.
+"""Functions that copy one packed file to a host, block by block, with a progress bar.
 
 Blocks that the host has already are not sent again.
 """
@@ -39,7 +39,7 @@ def count_blocks(size: int) -> int:
 
 
 def bytes_in(run: Run, size: int) -> int:
-    """Return the number of bytes in these blocks of a file of ``size`` bytes."""
+    """Return the number of bytes in a range of blocks of a file of ``size`` bytes."""
     return min(size, (run.last + 1) * BLOCK) - run.first * BLOCK
 
 
@@ -62,7 +62,7 @@ def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Itera
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a text like 20G or 500M stands for, in powers of 1,000.
+    """Return the number of bytes of a size such as 20G or 500M. A G is 1,000 M.
 
     Raises:
         MotleyError: the text is no size.
@@ -110,7 +110,7 @@ class Bar:
             self._on = False
 
     def at(self, size: int, part: str = "") -> None:
-        """Record how many bytes of a part are done. Any thread may call this."""
+        """Record that ``size`` bytes of a part are done. Any thread may call this."""
         with self._lock:
             self._done[part] = size
             now = time.monotonic()
@@ -152,7 +152,7 @@ print(done / (time.perf_counter() - start))
 
 @dataclass(frozen=True)
 class Target:
-    """The state of a host's disk at the place of the file.
+    """The state of a host's disk, at the path to which the file is copied.
 
     Attributes:
         free: free bytes.
@@ -165,7 +165,7 @@ class Target:
     part: int | None = None
 
     def lacks(self, size: int) -> int:
-        """Return the missing bytes of disk for a file of this size; 0 if there is room."""
+        """Return how many bytes the disk lacks for a file of ``size`` bytes; 0 if it has room."""
         if self.complete == size:  # most probably the same file
             return 0
         return max(0, size - (self.part or 0) - self.free)
@@ -173,7 +173,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Source:
-    """A file on this machine, with the hash of each of its blocks."""
+    """A file on this machine that is copied, with the hash of each of its blocks."""
 
     path: Path
     size: int
@@ -182,7 +182,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Copied:
-    """The result of a copy.
+    """The result of a copy to one host.
 
     Attributes:
         sent: number of bytes sent.
@@ -222,7 +222,7 @@ def look(host: str, path: Path) -> Target:
 
 
 def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
-    """Return the fault of a host whose disk has too little room for the file."""
+    """Return the HostTrouble of a host whose disk has too little room for the file."""
     return HostTrouble(
         "disk full",
         f"{host} has {format_size(target.free)} free for {path}, which needs {format_size(size)}",
@@ -238,11 +238,12 @@ def read_source(
 
     Args:
         path: path of the file.
-        images: begin and end of the images in the file, in bytes, and their SHA-256.
-        on_progress: called with the bytes read so far.
+        images: position of the first byte of the images in the file, position after the last byte,
+            and SHA-256 of the images.
+        on_progress: function that is called with the number of bytes read so far.
 
     Raises:
-        MotleyError: the images are no longer those that were packed.
+        MotleyError: the images in the file have changed since they were packed.
     """
     begin, end, wanted = images
     size, whole = path.stat().st_size, hashlib.sha256()
@@ -268,12 +269,11 @@ def copy(host: str, source: Source, sample: int, on_progress: Callable[[str, int
         host: name of the host.
         source: the file.
         sample: size of one sample in bytes, with which the disk is timed.
-        on_progress: called with the host, and the number of bytes that are correct on the host so
-            far.
+        on_progress: function that is called with the host, and the number of bytes that are correct
+            on the host so far.
 
     Raises:
-        HostTrouble: the file could not be copied. The next copy continues with the bytes that
-            arrived.
+        HostTrouble: the file could not be copied. A later copy keeps the bytes that arrived.
     """
     with connect(host) as remote:
         done = _Copying(remote, source, lambda size: on_progress(host, size))
@@ -294,7 +294,7 @@ class _Copying:
         self._is_part = False  # True if the blocks belong to an interrupted copy
 
     def bring(self) -> int:
-        """Send the missing blocks. Return the number of bytes sent."""
+        """Send the blocks that the host lacks. Return the number of bytes sent."""
         size, hashes, sent = self._source.size, self._source.hashes, 0
         self._look("hash")
         if not self._is_part and len(self._right) < len(hashes):  # another file of this size
@@ -311,7 +311,7 @@ class _Copying:
         self._do(what, limit=_LOOK_S + 2 * self._source.size / 1e7)
 
     def _send(self, run: Run) -> None:
-        """Write some blocks on the host, and compare them on its disk afterwards."""
+        """Write some blocks on the host, and then compare their hashes on the host's disk."""
         size = bytes_in(run, self._source.size)
         with self._source.path.open("rb") as file:
             file.seek(run.first * BLOCK)
@@ -348,7 +348,7 @@ class _Copying:
 
 
 class _Piece:
-    """A part of a file, with the method ``read`` of a file."""
+    """A part of a file, which is read with the method ``read`` as a file is."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file, self._left = file, size

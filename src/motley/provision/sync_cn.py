@@ -1,21 +1,20 @@
-"""Bring this repository's files to every host of hosts.txt.
+"""Copy this repository's files to every host of hosts.txt.
 
-Only hosts with a folder of their own get files.
+A host that shares this folder, as by NFS, gets no files.
 
   bash setup/sync_cn.sh
-  bash setup/sync_cn.sh --dry-run         # which files differ, and where
+  bash setup/sync_cn.sh --dry-run         # prints which files differ, and where
   bash setup/sync_cn.sh --hostfile my_hosts.txt
 
-The files that git tracks are sent to the same path, if they differ on the host. A host that
-shares this folder (NFS) needs nothing. Files that only the host has stay. An edit made
-on a host is overwritten.
+The files that git tracks are sent to the same path, if they differ on the host. Files that only the
+host has stay. An edit of a tracked file on a host is overwritten.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
   --dry-run         print every change, do none
 
-Exit status: 0 all hosts have the same files, 1 some host has not, 2 nothing
-was begun.
+Exit status: 0 all hosts have the same files, 1 some host does not, 2 nothing was
+begun.
 """
 
 import contextlib
@@ -61,9 +60,9 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 
 
 def tracked_files() -> list[str]:
-    """Return the repository's files, relative to it: hosts.txt and all that git tracks.
+    """Return the files to send, as paths in the repository: hosts.txt and the tracked files.
 
-    Without git, all files except generated ones are returned.
+    Without git, return all files except generated files.
     """
     git = ["git", "-c", f"safe.directory={PLACE}", "-C", str(PLACE), "ls-files", "-z"]
     listed = None
@@ -81,7 +80,7 @@ def tracked_files() -> list[str]:
 
 
 def differing(remote: Remote, source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Return the files of ``source`` that are missing or different in the host's ``target``."""
+    """Return the files of ``source`` that are missing or different in ``target`` on the host."""
     listed = "".join(f"{_hash(source / name)} {name}\n" for name in names)
     return remote.run(_COMPARE, target, payload=listed.encode(), limit=600).output.splitlines()
 
@@ -116,7 +115,7 @@ _hashing = threading.Lock()
 
 
 def _hash(path: Path) -> str:
-    """Return the SHA-256 of a file, which is read once for all hosts: wheels are gigabytes."""
+    """Return the SHA-256 of a file. The result is cached, since a wheel may have gigabytes."""
     with _hashing:
         return _hash_once(path)
 

@@ -1,25 +1,26 @@
 """Ask every host of hosts.txt, at once and within 10 s, if it is ready to train.
 
-One table shows the properties of each host, and every fault with its fix.
+The script prints a table with the properties of each host, and every fault with its fix.
 
   bash setup/test_cn_connection.sh
   bash setup/test_cn_connection.sh --hostfile my_hosts.txt
   bash setup/test_cn_connection.sh --json > lab.json
 
-Nothing stays changed: on each host one small file is written to the
-repository's folder and one to your home, and removed at once, to see whether
-that works.
+Nothing stays changed. On each host, the script writes one small file to the
+repository's folder and one to your home, to see if that works, and removes both
+at once.
 
 Options:
   --hostfile FILE   default: the repository's hosts.txt (command motley: the current folder's)
-  --json            one JSON object instead, as shown below
+  --json            print one JSON object instead of the table, as shown below
   --dry-run         print which hosts would be asked, and ask none
 
-Exit status: 0 all is well, 1 some host is not, 2 no host was asked.
+Exit status: 0 all hosts are ready, 1 some host is not, 2 no host was asked.
 
-In the object of --json "hosts" has for each host its trouble, or the fields of
-motley.provision.host_report.HostReport, where null means unknown. "findings"
-lists the faults, and notes that have "wrong" false:
+In the JSON object, "hosts" has an entry for each host. The entry is the host's
+fault ("trouble"), or the fields of motley.provision.host_report.HostReport,
+where null means unknown. "findings" lists faults and notes. A note has "wrong":
+false:
 
   {"well": false,
    "hosts": {"ecetesla0": {"trouble": null, "node": "ecetesla0", "cores": 8, ...},
@@ -83,7 +84,7 @@ def this_machine() -> Here:
 
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
-    """Return the normal names of the packages that Motley needs, with their dependencies."""
+    """Return the normalized names of the packages that Motley needs, dependencies included."""
     requested = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
     remaining = _names(requested or requires("motley-train") or ())
     seen: set[str] = set()
@@ -96,13 +97,16 @@ def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
 
 
 def _names(requirements: Iterable[str]) -> list[str]:
-    """Return the packages that requirements name, without those that only an extra needs."""
+    """Return the package name of each requirement. Skip requirements of extras."""
     result = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
     return [match[0] for match in result if match]
 
 
 def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
-    """Yield findings on files in this machine's ~/.ssh that ssh refuses and paramiko accepts."""
+    """Yield a Finding for each file in this machine's ~/.ssh that only OpenSSH refuses.
+
+    The library paramiko, which Motley uses, accepts these files.
+    """
     folder = home_folder() / ".ssh"
     keys: set[Path] = set()
     with contextlib.suppress(OSError):
@@ -131,7 +135,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
 def as_json(
     results: Mapping[str, HostReport | HostTrouble], groups: Mapping[Finding, list[str]], well: bool
 ) -> str:
-    """Return the JSON object that -h describes."""
+    """Return the JSON object that ``--json`` prints. The help text describes the object."""
     return json.dumps(
         {
             "well": well,
@@ -153,9 +157,10 @@ def as_json(
 def try_all(
     reports: Mapping[str, HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None, str]:
-    """Return the hosts' addresses on the fastest network, and a sentence on each network.
+    """Return each host's address on the fastest network, a Finding, and a text.
 
-    If no network connects all hosts, return a finding as the second value.
+    The Finding is None unless no network connects all hosts. The text has one sentence on each
+    network.
     """
     try:
         networks, words = try_networks(reports)
@@ -174,7 +179,7 @@ def main(words: Sequence[str]) -> int:
     names = list(slots)
     if options.dry_run:
         print(f"would ask: {', '.join(names)}")
-        print(f"would write and remove a file in {PLACE} and in ~, there and here")
+        print(f"would write and remove a file in {PLACE} and in ~ on each of these hosts")
         return 0
     start = time.monotonic()
     with token_file() as token:

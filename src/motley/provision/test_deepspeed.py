@@ -3,10 +3,10 @@
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py --size 4096
 
-C = A B with the inner dimension split over the ranks: each multiplies its slice, and
-deepspeed.comm sums the products. Every rank compares C with a product that it computes
-alone. The times are measured after a warm-up, with all ranks and devices synchronised before
-each clock is read. The GPUs are recorded meanwhile in logs/.
+The product C = A B has its inner dimension split over the ranks. Each rank multiplies its slice,
+and deepspeed.comm sums the products. Every rank compares C with a product that it computes alone.
+The times are measured after a warm-up. All ranks and devices are synchronised before each clock is
+read. The use of the GPUs during the test is recorded in logs/.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 
 
 def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
-    """Return the seconds of this rank's own product and of the sum over ranks, and the error.
+    """Return the seconds of this rank's product, the seconds of the sum, and the error of C.
 
     The error is the largest absolute difference between an entry of C and the expected entry.
     """
@@ -111,7 +111,7 @@ def now(device: "torch.device") -> float:
 
 
 def comm_table(group: "ProcessGroup", values: list[float]) -> list[list[float]]:
-    """Return every rank's values, by rank, through DeepSpeed's communication."""
+    """Gather the values of all ranks with deepspeed.comm, in the order of ranks."""
     import torch
 
     from motley.engines.import_deepspeed import comm

@@ -1,18 +1,17 @@
-"""Check that MPI works over all hosts of hosts.txt, and configure it.
+"""Configure MPI on all hosts of hosts.txt, and check that it works across them.
 
 Afterwards a plain mpirun line works on these hosts.
 
   bash setup/test_mpi.sh
-  bash setup/test_mpi.sh --dry-run        # what would be written, and where
+  bash setup/test_mpi.sh --dry-run        # prints what would be written, and where
   bash setup/test_mpi.sh --hostfile my_hosts.txt
 
-Tries each subnet that the hosts share and writes the fastest, on every host, into the
-environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix override
-these, and are changed only if the environment belongs to another user: the
-lines are then written into your files, between two marks. Then each host opens
-a connection to each other host, and a rank for each slot prints a greeting in C (if
-there is a compiler here), and in Python through entry_cn.sh. The Python ranks
+The script tries each subnet that the hosts share. On every host, it writes the fastest subnet into
+etc/openmpi-mca-params.conf and etc/prte-mca-params.conf of the Python environment, and into
+.deepspeed_env. Your own files in ~/.openmpi, ~/.prte and ~/.pmix override these files. If the
+environment belongs to another user, the script writes the lines into your own files instead,
+between two marks. Then each host opens a connection to each other host. A rank for each slot prints
+a greeting in C, if this machine has a compiler, and in Python through entry_cn.sh. The Python ranks
 also measure the links' bandwidth and name a link that is slow, busy or broken.
 
 Options:
@@ -68,7 +67,10 @@ HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on al
 
 
 def main(words: Sequence[str]) -> int:
-    """Write MPI's parameters, test connections between hosts, then MPI; return the exit code."""
+    """Write MPI's parameters, test connections between hosts, and test MPI.
+
+    Return the exit code.
+    """
     options = Parser("test_mpi", __doc__).parse_args(words)
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
@@ -121,7 +123,7 @@ def main(words: Sequence[str]) -> int:
         failed = [answers["Python"]]  # the ranks started, but could not measure their links
     if failed:
         print_troubles(own)
-        print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
+        print(f"\nmpirun {failed[0].end}; the end of its output:\n{failed[0].words}")
     if failed or silent:
         return 1
     print("\nall is well")
@@ -133,7 +135,8 @@ def write_hosts(
 ) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
     """Write the parameters on all hosts.
 
-    Return the settings in users' own files that contradict them, and the failures by host.
+    Return two dictionaries by host: settings in a user's own files that contradict the parameters,
+    and failures to write.
     """
 
     def one(host: str) -> str:
@@ -156,7 +159,7 @@ def write_hosts(
 
 
 def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
-    """Print the lines to write, once for all hosts with the same lines."""
+    """Print the parameters to write, once for all hosts with the same parameters."""
     hosts: dict[tuple[str, ...], list[str]] = {}
     for host, report in reports.items():
         hosts.setdefault(tuple(chain(*parameters(report, reports, shared))), []).append(host)
@@ -172,7 +175,7 @@ def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
 def try_pairs(
     reports: Mapping[str, HostReport], shared: Shared
 ) -> dict[tuple[str, str], HostTrouble]:
-    """Open a connection from each host to each other host. Return the pairs that fail, and why."""
+    """Open a connection from each host to each other host. Return the pairs that fail."""
     if len(reports) == 1:
         return {}
     with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, doors):
@@ -212,7 +215,10 @@ def try_pairs(
 
 
 def make_hello(reports: Mapping[str, HostReport]) -> bool:
-    """Compile hello_mpi.c and copy it to all hosts. Return False if it cannot be compiled here."""
+    """Compile hello_mpi.c and copy the program to all hosts.
+
+    Return False if this machine cannot compile the program.
+    """
     if shutil.which("cc") is None:
         print("this machine has no C compiler, so hello_mpi.c is not tried")
         return False
@@ -236,7 +242,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of an mpirun.
+    """The outcome of one mpirun that prints greetings.
 
     Attributes:
         ranks: number of greetings that came from each host.
@@ -254,7 +260,7 @@ class Answer:
 
 
 def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
-    """Start a rank for every slot, and count the greetings. mpirun's exit status is not used."""
+    """Start a rank for every slot by mpirun, and count the greetings."""
     requested = sum(host.slots for host in hosts)
     where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
     command = ["mpirun", "-np", str(requested), "--hostfile", str(options.hostfile.resolve())]
@@ -279,7 +285,7 @@ def run_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:
-    """End an mpirun that leads its own session, and all daemons in it. Return mpirun's output."""
+    """End an mpirun and all daemons in its session. Return the output of mpirun."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=5)[0]

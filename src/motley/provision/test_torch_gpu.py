@@ -1,10 +1,10 @@
-"""Check that every rank can compute, and show device, versions and the speed of a kernel.
+"""Check that every rank can compute; show each rank's device, versions and speed of a kernel.
 
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/test_torch_gpu.py
 
-A matrix product runs in each precision, and its result is checked. A build that lacks a GPU's
-architecture is therefore found here and not in the first step of training. Exit code: 1 if a
-rank cannot compute in fp32, or if the ranks' versions differ.
+Each rank computes a matrix product in each precision, and checks the result. This test thus finds a
+torch build that lacks a GPU's architecture, before a training fails in its first step. Exit code: 1
+if a rank cannot compute in fp32, or if the ranks' versions differ.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def test_ranks(world: World, as_json: bool) -> None:
-    """Measure on all ranks, one after the other on each machine, and print on rank 0."""
+    """Measure on all ranks, one after the other on each host, and print the table on rank 0."""
     reports = world.allgather(examine(world))
     if world.rank == 0:
         if as_json:
@@ -72,7 +72,7 @@ def test_ranks(world: World, as_json: bool) -> None:
 
 
 def examine(world: World) -> Report:
-    """Time this rank's kernels while no other rank of its machine uses the device."""
+    """Measure the speed of this rank's kernels while no other rank of its host computes."""
     import torch  # once the command line is right
 
     count = torch.cuda.device_count()
@@ -87,7 +87,7 @@ def examine(world: World) -> Report:
 
 
 def read(world: World, device: "torch.device") -> Report:
-    """Return this rank's device, versions and speeds."""
+    """Measure this rank's speeds, and return its device, versions and speeds."""
     import torch
 
     from motley.measure.device import kernel_speed
@@ -106,7 +106,7 @@ def read(world: World, device: "torch.device") -> Report:
 
 
 def mismatches(reports: list[Report]) -> list[str]:
-    """Return a sentence for each version that differs between hosts: torch, its CUDA, NCCL."""
+    """Return a sentence for each version of torch, CUDA or NCCL that differs between ranks."""
     problems = []
     for what in ("torch", "cuda", "nccl"):
         result = {getattr(report, what): report.host for report in reports if getattr(report, what)}

@@ -1,8 +1,8 @@
-"""Check this machine's environment: import its packages, run a kernel on each device.
+"""Check this machine's Python environment: import its packages, run a kernel on each device.
 
     .venv/bin/python -m motley.provision.verify_env
 
-The last line is JSON: {"torch": "2.15.0+cu132", "kernels": ["cpu fp32 0.1 TFLOP/s"]}
+The last line of the output is JSON: {"torch": "2.15.0+cu132", "kernels": ["cpu fp32 0.1 TFLOP/s"]}
 """
 
 import importlib
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "torchvision", "deepspeed", "mpi4py.MPI", "GPUtil", "timm",
 
 
 def main() -> int:
-    """Print the findings as JSON and return 0, or print the fault and return 1."""
+    """Print torch's version and the kernels' speeds as JSON and return 0; on a fault return 1."""
     for name in PACKAGES:
         try:
             importlib.import_module(name)

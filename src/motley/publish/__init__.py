@@ -1,1 +1,1 @@
-"""The publication of a run's records to a tracker."""
+"""The publication of a run's records to an experiment tracker, such as MLflow."""

@@ -1,12 +1,12 @@
-"""A publisher of a run's records to a tracker, each record once.
+"""A publisher that sends each record of a run once to an experiment tracker.
 
 The publisher saves its position in the records beside them:
 
     published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
 
-The position is saved once the tracker has all records before it, so a publisher that is killed
-loses nothing. The tracker may then get some records twice. Each tracker class describes how it
-handles repeated records.
+A position is saved once the tracker has all records before this position. After a kill, the
+publisher therefore loses no record, but may send some records twice. Each tracker class describes
+its handling of repeated records.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class PublishedCounts:
     """The counts of records that a publisher has published.
 
     Attributes:
-        status: status of the run; empty: it has no run.json yet.
+        status: status of the run; empty if the run has no run.json yet.
         steps: number of steps.
         evaluations: number of evaluations.
         samples: number of samples of devices.
@@ -58,7 +58,7 @@ class PublishedCounts:
 
 
 class Publisher:
-    """A publisher of one run. The context manager locks the run's folder for this tracker.
+    """A publisher of one run. The context manager locks the run's folder for one tracker.
 
     Args:
         run: folder of the run.
@@ -100,8 +100,8 @@ class Publisher:
             )  # fmt: skip
         except OSError as error:
             raise MotleyError(
-                f"cannot write to {self._run.path}: {error.strerror}. That folder records how far "
-                "a run has been published; copy it to a folder that you can write to"
+                f"cannot write to {self._run.path}: {error.strerror}. Publishing writes its "
+                "position to that folder; copy the folder to a place that you can write to"
             ) from None
         return self
 
@@ -124,8 +124,8 @@ class Publisher:
 
         Args:
             follow: True: publish later records too, until the run ends.
-            each_look: called after each reading of the records. If it returns True, the next
-                reading follows at once.
+            each_look: function that is called after each reading of the records. If it returns
+                True, the next reading follows at once.
         """
         ended_at = None
         while True:
@@ -250,11 +250,11 @@ class Publisher:
 
     @property
     def look(self) -> str:
-        """Command or address that shows the run; empty before anything is published."""
+        """Command or web address that shows the run; empty before anything is published."""
         return self._tracker.look if self._tracker else ""
 
     def _call(self, what: Callable[..., Any], *words: Any) -> Any:
-        """Return the result of a tracker's function; raise its errors as a MotleyError."""
+        """Call a function of the tracker. Convert its errors to a MotleyError."""
         try:
             return what(*words)
         except MotleyError:

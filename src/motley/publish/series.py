@@ -1,11 +1,11 @@
-"""The series of a run that are published, and their names.
+"""The published series of a run, such as the loss of each step, and their names.
 
-Each record of a run is read once, even while the run is writing.
+The module reads each record of a run once, even while the run writes records.
 
-Names sort in the order in which users read them. Names that begin with ``all/`` are of all ranks
-together. The other beginnings are ``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``, ``others/``
-and ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and ``others/`` is the
-first rank's summary of all other ranks.
+Names sort in the order in which users read them. Series whose names begin with ``all/`` describe
+all ranks together. Other names begin with ``cpu/HOST/``, ``evaluation/``, ``gpu/HOST_NUMBER/``,
+``others/`` or ``rank/NUMBER_HOST/``. With many ranks, only the first rank writes steps, and
+``others/`` is the first rank's summary of all other ranks.
 """
 
 import copy
@@ -32,7 +32,7 @@ from motley.records.training import EpochRecord, RankGroups
 class Position:
     """The position of a reader in a run's records.
 
-    A reader that is given a saved position continues from that position. The saved form:
+    A reader continues from a saved position. The position is saved in this form:
 
         {"steps": {"0": 119, "1": 119}, "evaluation": 120, "events": 7, "samples": {"tesla0": 64}}
 
@@ -49,7 +49,7 @@ class Position:
     samples: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> JsonDict:
-        """Return the position in the saved form, shown above."""
+        """Return the position in the form in which it is saved; see :class:`Position`."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -94,13 +94,13 @@ class NewRecords:
 class RunReader:
     """A reader of all new records of a run, at most some hundred KiB of each file at a time.
 
-    A step that is repeated, because the run returned to a checkpoint, is not read again.
+    If the run returns to a checkpoint and repeats steps, the repeated steps are not read again.
 
     Args:
         run: folder of the run.
         copies: folders with copies of other hosts' records; see
             :class:`motley.live.follow.RunFollower`.
-        after: the position up to which records have been read.
+        after: position up to which an earlier reader has read the records.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class RunReader:
         )  # fmt: skip
 
     def left_out(self) -> list[str]:
-        """Return a line for each GPU log in which rows that are no samples were found so far."""
+        """Return a line for each GPU log with rows that are not valid samples."""
         return [*filter(None, (rows.left_out(none_read=False) for rows in self._rows.values()))]
 
     def _steps(self, rank: int, path: Path, clock: float, wall: float) -> list[JsonDict]:
@@ -208,7 +208,7 @@ _LONGEST = 60  # characters of a part of a name
 
 @dataclass
 class Row:
-    """The numbers of one step, one evaluation or one device's sample.
+    """The values of one step, one evaluation or one sample of a device.
 
     Attributes:
         step: number of the step; None: unknown. For an evaluation, the number of steps taken before
@@ -224,7 +224,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Note:
-    """An event in words.
+    """An event of a run, with a description for the user.
 
     Attributes:
         step: step of the event; None: it belongs to no step.
@@ -240,12 +240,12 @@ class Note:
 
 
 def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
-    """Return one row per step, over all ranks whose records have the step.
+    """Return one row per step, with values of all ranks that have recorded the step.
 
     Args:
         about: content of the run's run.json.
         new: records since the last reading.
-        known: the last step whose values of all ranks together are published already.
+        known: the last step for which the series ``all/`` are already published.
     """
     rows: dict[int, Row] = {}
     groups = RankGroups(about)
@@ -325,7 +325,7 @@ def notes(new: NewRecords, now: float) -> list[Note]:
 
 
 def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Return options, versions, hosts and plan of a run, by name. Unset options are left out."""
+    """Return the options, versions, hosts and plan of a run by name, without unset options."""
     plan, ranks = mapping(about, "plan"), workers(about)
     counts = plan.get("counts")
     facts: JsonDict = {
@@ -373,7 +373,7 @@ def _flat(told: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Para
 
 
 def _named(before: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the known values by full name, which starts with ``before``."""
+    """Return the values that are numbers, by full name. A full name begins with ``before``."""
     known = {name: value for name, value in values.items() if _is_number(value)}
     return {f"{before}/{clean(name)}": float(value) for name, value in known.items()}
 

@@ -1,4 +1,4 @@
-"""A run's records as columns, for pandas, polars, or plain Python."""
+"""The records of a run as columns, for pandas, polars, or plain Python."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Run:
             - ``mem_peak_mib``: largest memory of this rank so far, MiB.
             - ``samples_per_s``: rate of all ranks together. ``weight``: weight of the global batch,
               in the task's unit (images, tokens).
-            - ``time``: end of the step, time of day.
+            - ``time``: time of day at the end of the step.
         epochs: one row per evaluation.
 
             - ``step``: steps taken before the evaluation. ``epoch``: number, from 0.
@@ -106,7 +106,7 @@ def load(path: str | Path) -> Run:
         path: folder of the run, such as ``logs/RUN``.
 
     Raises:
-        MotleyError: there is no run.
+        MotleyError: the folder has no run.
     """
     run = open_run(path)
     about = run.read_run()

@@ -1,7 +1,7 @@
-"""Files of a run's last evaluation: its classes, their confusion, and its worst samples.
+"""Files on a run's last evaluation: results by class, confusion matrix, and worst samples.
 
 ``classes.csv`` has one line per class. ``confusion.csv`` has a line for each pair of a label and a
-predicted class that occurs, so its size is bounded by the number of samples. Both list counts of
+predicted class that occurs. The file has at most one line per sample. Both files list counts of
 held-out samples. The counts are exact, whatever the number of ranks. ``worst.json`` has the samples
 with the largest loss, at most 200.
 """
@@ -28,7 +28,7 @@ def write_classes(folder: RunFolder, pairs: Pairs, names: Sequence[str]) -> None
     Args:
         folder: the run's folder.
         pairs: number of held-out samples for each pair of a label and a predicted class.
-        names: names of the classes by number; empty if they have none.
+        names: names of the classes by number; empty if the classes have no names.
     """
     samples, correct = Counter[int](), Counter[int]()
     for (label, predicted), count in pairs.items():
@@ -56,8 +56,9 @@ class ClassResult:
         name: name of the class, or its number.
         samples: number of samples with this label.
         accuracy: fraction of these samples that was predicted correctly, 0 to 1.
-        mistaken_for: name of the wrong class that was predicted most often; empty: none was.
-        mistakes: number of predictions of ``mistaken_for``.
+        mistaken_for: name of the wrong class that was predicted most often; empty if no wrong class
+            was predicted.
+        mistakes: number of this class's samples for which ``mistaken_for`` was predicted.
     """
 
     name: str
@@ -99,14 +100,15 @@ def write_worst(folder: RunFolder, samples: Sequence[JsonDict]) -> None:
 
     Args:
         folder: the run's folder.
-        samples: records with ``index``, ``name`` and ``loss``, and mostly ``label``, ``predicted``,
-            ``probability``, ``label_probability``, ``picture`` (base64) and ``picture_type``.
+        samples: records with ``index``, ``name`` and ``loss``. Most records also have ``label``,
+            ``predicted``, ``probability``, ``label_probability``, ``picture`` (base64) and
+            ``picture_type``.
     """
     folder.worst_file.write_text(json.dumps(list(samples), indent=1) + "\n", encoding="utf-8")
 
 
 def read_worst(folder: RunFolder) -> list[JsonDict]:
-    """Return the samples with the largest loss; empty if there are none, or the file is damaged.
+    """Return the samples with the largest loss; empty if the file is missing or damaged.
 
     A picture is dropped unless it is base64 of a known image type.
     """

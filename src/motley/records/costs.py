@@ -1,4 +1,4 @@
-"""The records of one training run as columns, one per field, and totals of the run. Pure.
+"""The records of one training run as columns, one per field, and totals of the run.
 
 The totals are samples per second, growth of memory, and energy. The rate is a mean over the steps,
 because a median hides long steps.
@@ -25,7 +25,7 @@ from motley.records.training import EpochRecord, RankGroups
 def mean_rate(
     steps: Sequence[JsonDict], of: str = "n_global", starts: Sequence[float] = ()
 ) -> float | None:
-    """Return the units per second, from the end of the first step to the end of the last.
+    """Return the mean rate per second, from the end of the first step to the end of the last.
 
     All time between these two moments counts: evaluations, checkpoints, stalls, and the small last
     batch of an epoch. This is the rate that a user experiences. A median over steps shows the rate
@@ -33,9 +33,9 @@ def mean_rate(
 
     Args:
         steps: steps of one rank, in order.
-        of: name of the field whose values are added up.
-        starts: times at which a job began, in seconds since 1970. The pause before each of
-            these times, in which nothing ran, is left out.
+        of: name of the field whose sum is divided by the time, such as ``n_global`` for samples.
+        starts: times at which a job began, in seconds since 1970. The pause before each of these
+            times does not count.
 
     Returns:
         None for fewer than two steps.
@@ -49,10 +49,10 @@ def mean_rate(
 
 
 def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the times at which a job continued from a checkpoint, and the pauses before them.
+    """Return the pauses of a run between two jobs, each as a pair of seconds.
 
-    The times are in seconds since 1970, ascending. The pauses, in which nothing ran, are in
-    seconds.
+    The first number of a pair is the time since 1970 at which a job continued from a checkpoint.
+    The second number is the duration of the pause before this time. Pairs are in ascending order.
 
     Args:
         steps: steps of one rank, in order.
@@ -67,12 +67,12 @@ def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[flo
 
 
 def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
-    """Return a time minus the pauses before it; see :func:`pauses`."""
+    """Return a time minus all pauses that came before this time; see :func:`pauses`."""
     return moment - sum(seconds for at, seconds in paused if at <= moment)
 
 
 def lead(steps: Mapping[int, Sequence[JsonDict]]) -> Sequence[JsonDict]:
-    """Return the step records of the rank that has the most records; empty if there are none."""
+    """Return the step records of the rank that has the most records; empty without records."""
     return max(steps.values(), key=len, default=())
 
 
@@ -84,7 +84,7 @@ Steps = Mapping[int, Sequence[JsonDict]]  # records by rank
 
 
 def warm(lines: Sequence[JsonDict]) -> Sequence[JsonDict]:
-    """Return the records after the warm-up of a run."""
+    """Return the records of a run without its first steps, the warm-up."""
     return lines[math.ceil(len(lines) * _WARM) :]
 
 
@@ -113,8 +113,8 @@ def leak(steps: Steps) -> float | None:
 def joules(folder: RunFolder, steps: Steps) -> float | None:
     """Return the energy of the GPUs that trained, in joules per sample.
 
-    Only rows of GPU logs between the first and the last step count. The GPU of a lost rank counts
-    until the rank's last step. The result is None if the energy of one of the GPUs is unknown.
+    Only the energy between the first and the last step counts. The GPU of a lost rank counts until
+    the rank's last step. None: the energy of a GPU is unknown.
     """
     lines = lead(steps)
     groups = RankGroups(folder.read_run()).groups
@@ -157,7 +157,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Training:
-    """The records of one run.
+    """The records of one training run, as arrays.
 
     Attributes:
         path: folder of the run.
@@ -176,31 +176,36 @@ class Training:
     starts: Sequence[float] = ()
 
     def values(self, field: str) -> Array:
-        """Return a field of every step, [steps]; NaN where unknown."""
+        """Return a field of every step, shape [steps]; NaN where unknown."""
         return column(self.lead, field)
 
     def taken(self) -> Array:
-        """Return how many steps had been taken at the end of each step, [steps], from 1."""
+        """Return the number of steps taken by the end of each step, from 1; shape [steps]."""
         return self.values("step") + 1
 
     @property
     def unit(self) -> str:
-        """Unit that a rate counts, such as images or tokens."""
+        """Unit in which a rate counts, such as images or tokens."""
         return str((self.run.get("task") or {}).get("unit", "samples"))
 
     def running_s(self) -> Array:
-        """Return the seconds at the end of each step since the end of the first, without pauses."""
+        """Return the seconds from the end of the first step to the end of each step, shape [steps].
+
+        Pauses between jobs do not count.
+        """
         paused = pauses(self.lead, self.starts)
         ends = [without_pauses(line["time"], paused) for line in self.lead]
         return np.array(ends) - ends[0]
 
     def counted(self) -> Array:
-        """Return the global batch of every step, in :attr:`unit`, [steps]."""
+        """Return the global batch of every step, in :attr:`unit`; shape [steps]."""
         weights, samples = self.values("weight"), self.values("n_global")
         return np.where(np.isnan(weights), samples, weights)  # older runs have no weights
 
     def rates(self) -> Array:
-        """Return the rate of all ranks together in every step, [steps], in :attr:`unit` per second.
+        """Return the rate of all ranks together in every step, in :attr:`unit` per second.
+
+        The shape is [steps].
 
         NaN for a smaller last batch of an epoch. A step has a fixed cost, so the rate of a small
         batch does not show the speed of the hosts.
@@ -220,7 +225,7 @@ class Training:
 
     @property
     def headline(self) -> str:
-        """Name of the main metric of an evaluation; empty if there is only the loss."""
+        """Name of the main metric of an evaluation; empty if the loss is the only metric."""
         names = EpochRecord.read_metrics(self.epochs[-1]) if self.epochs else {}
         return next((name for name in names if name != "loss"), "")
 
@@ -258,7 +263,7 @@ class Training:
         return RankGroups(self.run)
 
     def worker(self, rank: int) -> JsonDict:
-        """Return run.json's entry for a rank (host, device, precision), even for a lost rank.
+        """Return the entry of a rank in run.json (host, device, precision), even of a lost rank.
 
         The entry is empty if run.json has none.
         """
@@ -266,19 +271,19 @@ class Training:
 
 
 def column(records: Sequence[JsonDict], field: str) -> Array:
-    """Return a field of every record, [records]; NaN where unknown."""
+    """Return a field of every record, shape [records]; NaN where unknown."""
     values = [record.get(field) for record in records]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def mean(values: Array) -> float:
-    """Return the mean of the known values, or NaN."""
+    """Return the mean of all values that are not NaN; NaN without such values."""
     known = values[np.isfinite(values)]
     return float(np.mean(known)) if len(known) else np.nan
 
 
 def median(values: Array) -> float:
-    """Return the median of the known values, or NaN."""
+    """Return the median of all values that are not NaN; NaN without such values."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else np.nan
 

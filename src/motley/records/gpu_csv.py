@@ -1,8 +1,8 @@
 """The GPU log, ``gpu.<host>.csv``: its columns, its writer, and its reader.
 
-The reader accepts Motley's logs and those of other tools. These are the lab's old logs
-(``metrics.csv``, with only the first eleven columns), logs that a spreadsheet has saved (``;``
-between fields, decimal commas, a byte-order mark), and the CSV of ``nvidia-smi --query-gpu``.
+The reader accepts Motley's logs and those of other tools. Other logs are the laboratory's old
+``metrics.csv``, with only the first eleven columns, and the CSV of ``nvidia-smi --query-gpu``. A
+spreadsheet may have saved the log with ``;`` between fields, decimal commas and a byte-order mark.
 """
 
 import codecs
@@ -49,7 +49,7 @@ class Header:
 
     Attributes:
         names: names of the columns.
-        columns: name of each of these columns in Motley's logs.
+        columns: for each column, its name in Motley's logs.
 
     Raises:
         MotleyError: the line is not the first line of a GPU log.
@@ -69,8 +69,7 @@ class Header:
     def fields(self, line: str) -> list[str]:
         """Return the fields of one line.
 
-        Lines are parsed one by one, so that a quote that a crash left open cannot reach into the
-        next row.
+        Lines are parsed one by one. A quote that a crash left open therefore ends with its line.
         """
         try:
             return next(csv.reader([line], delimiter=self._separator, skipinitialspace=True), [])
@@ -78,7 +77,7 @@ class Header:
             return []
 
     def row(self, fields: Sequence[str]) -> dict[str, str]:
-        """Return the fields of a row by column.
+        """Return the fields of a row by the names of the columns in Motley's logs.
 
         A ``%`` is added to fields of columns in percent.
         """
@@ -106,7 +105,7 @@ def _why_no_log(line: str, path: Path) -> str:
 
 
 def read_number(text: str | None) -> float | None:
-    """Return a number, or None.
+    """Return the number in a field, or None.
 
     ``88.0%``, ``88 %`` and ``88,0%`` are 0.88, and ``4000 MiB`` is 4000. Tools write an empty text,
     ``[N/A]`` or ``nan`` for an unknown value, which becomes None.
@@ -123,10 +122,10 @@ def read_number(text: str | None) -> float | None:
 
 
 def read_time(text: str | None) -> float | None:
-    """Return a number, or a date and time, in seconds since 1970; None for anything else.
+    """Return the time in a field, in seconds since 1970; None if the field has no time.
 
-    Dates have the forms ``2024-11-21 03:12:44.120``, which is local time,
-    ``2024-11-21T03:12:44+02:00`` and ``2024/11/21 03:12:44``.
+    A time is a number of seconds, or a date such as ``2024-11-21 03:12:44.120`` (local time),
+    ``2024-11-21T03:12:44+02:00`` or ``2024/11/21 03:12:44``.
     """
     value = read_number(text)
     if value is not None:
@@ -138,7 +137,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def is_clock_set(seconds: float) -> bool:
-    """Return False for a time, such as 1970, that shows that the machine's clock was never set."""
+    """Return False for a time, such as one in 1970, of a machine whose clock was never set."""
     return seconds > _CLOCK_SET.timestamp()
 
 
@@ -165,14 +164,15 @@ _FIXES = {
 
 
 class GpuLog:
-    """Writer that appends rows to a GPU log.
+    """A writer that appends rows to a GPU log.
 
-    The header has the lab's eleven columns, then Motley's. An example of a row:
+    The header has the eleven columns of the laboratory's old logs, then Motley's own columns. An
+    example of a row:
 
     ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
     GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072,12,65536``
 
-    Rows that are appended to another version's log have the columns of that log.
+    If another version of Motley has begun the log, new rows have the columns of that version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,7 +188,7 @@ class GpuLog:
             self._writer.writeheader()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. A missing or None value is left empty."""
+        """Append a row. A field without a value, or with the value None, is empty."""
         self._writer.writerow({key: "" if value is None else value for key, value in row.items()})
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class GpuLog:
 
 
 def _columns(path: Path) -> list[str]:
-    """Return the columns of an existing log; empty if there is no complete first line."""
+    """Return the columns of an existing log; empty if the first line is missing or incomplete."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -208,7 +208,7 @@ def _columns(path: Path) -> list[str]:
 def find_gpu_logs(paths: list[Path]) -> list[Path]:
     """Return every GPU log at or under ``paths``, sorted.
 
-    Motley's logs are gpu.<host>.csv, and the lab's metrics.csv.
+    GPU logs are the files gpu.<host>.csv of Motley, and the laboratory's old metrics.csv.
     """
     result: set[Path] = set()
     for path in paths:
@@ -243,7 +243,7 @@ class GpuSample:
         others_memory_mib: GPU memory of other users, in MiB.
         epoch: epoch of the run at that time.
         step: step of the run at that time.
-        uuid: UUID of the GPU; None in the lab's files.
+        uuid: UUID of the GPU; None in the laboratory's old logs.
         others: names of other users.
         rank: rank that computes on the device. On a host without a GPU: the host's first rank.
     """
@@ -266,13 +266,13 @@ class GpuSample:
 
 
 class GpuRows:
-    """Reader of a GPU log, line by line; see :mod:`motley.records.gpu_csv`.
+    """A reader of a GPU log, line by line; see :mod:`motley.records.gpu_csv`.
 
     The first line of a log names the columns.
 
     Args:
-        path: path of the log, for errors. If no column names the host, it is the HOST of a file
-            name ``gpu.HOST.csv``.
+        path: path of the log, for errors. If the log has no column for the host, the file name
+            ``gpu.HOST.csv`` gives the host.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,7 +289,7 @@ class GpuRows:
         return self._header.columns if self._header else []
 
     def read(self, line: str) -> GpuSample | None:
-        """Return the sample in a line, or None.
+        """Return the sample in a line; None if the line has no sample.
 
         The result is None for the first line and its repetitions, for a row that a crash cut short,
         and for a row that is no sample. :meth:`left_out` reports the last two kinds.
@@ -347,7 +347,7 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
 
     Args:
         path: path of the log.
-        warn: called with a sentence on the rows that are left out, and the reason.
+        warn: function that is called with a sentence on the skipped rows and the reason.
 
     Raises:
         MotleyError: the file is no GPU log, or no row of it can be read.
@@ -414,7 +414,7 @@ def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
 
 
 def device_name(name: str) -> str:
-    """Return a device's name without the maker's name and similar words, as in ``RTX 3070``."""
+    """Return a device's name without words such as the maker's name: ``RTX 3070``."""
     return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 

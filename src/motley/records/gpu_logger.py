@@ -26,7 +26,9 @@ _FULL, _ROOM = 0.8, 0.7  # used fraction that causes a warning; fraction that re
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of training when a sample is taken; None before the first step.
+    """The position of training at which the logger takes a sample of a GPU.
+
+    A field is None before the first step.
 
     Attributes:
         epoch: number of the epoch.
@@ -45,9 +47,8 @@ class GpuLogger:
     Args:
         log: log that receives the rows.
         host: name of this host.
-        ranks: rank that uses each GPU, by the GPU's UUID. The key of the host's first rank is the
-            empty string.
-        progress: returns the position of training; called from the sampler's thread.
+        ranks: rank that uses each GPU, by the GPU's UUID. The key "" has the host's first rank.
+        progress: function that returns the position of training. The thread of the logger calls it.
         interval: seconds between samples.
     """
 
@@ -92,9 +93,9 @@ class GpuLogger:
                         self._log.write(row)
 
     def _shared_memory(self) -> tuple[int, int] | None:
-        """Return the used and total bytes of shared memory (/dev/shm), or None if there is none.
+        """Return the used and total bytes of /dev/shm (shared memory); None if it does not exist.
 
-        A warning is printed once when the shared memory becomes full.
+        If the shared memory is nearly full, print a warning once.
         """
         try:
             there = shutil.disk_usage(_SHARED)

@@ -1,8 +1,8 @@
-"""JSON in files: files with one record per line, and files with one object.
+"""Readers and writers of JSON files, with one record per line or with one object per file.
 
-A crash may cut a line short anywhere. A writer that continues such a file starts a new line, and a
-reader leaves out damaged lines. A crash, a full disk or a power cut therefore costs only the line
-that was being written.
+A crash may cut the last line of a file short. The next writer of the file starts a new line, and
+readers skip damaged lines. A crash, a full disk or a power cut therefore costs only the line that
+was being written.
 
 Files with one object are replaced atomically. They stay complete even if no disk space or file
 descriptor is left.
@@ -26,9 +26,9 @@ _NO_FILES = "raise the limit with ulimit -n, or find what keeps so many files op
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
-    """Open a file of lines for appending, and start a new line if the last one is incomplete.
+    """Open a text file for appending, and start a new line if the last line is incomplete.
 
-    A line reaches the file when it is written.
+    The file is line-buffered: each line reaches the file at once.
 
     Args:
         path: path of the file.
@@ -63,7 +63,10 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
 
 
 def fix_for(error: Exception, others: str) -> str:
-    """Return the fix for an error of writing: ``others``, unless too many files are open."""
+    """Return advice to the user for a failed write. ``others`` is the advice for most errors.
+
+    If too many files are open, the advice is about this limit instead.
+    """
     return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
@@ -73,7 +76,7 @@ def to_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a value for strict JSON: None in place of NaN and infinities, at any depth."""
+    """Return a value with None in place of NaN and infinities, at any depth, for strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -128,12 +131,12 @@ class JsonLines:
 
 
 def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
-    """Read the objects in a file. Lines that are not JSON are left out and reported.
+    """Yield the objects in a file. Skip and report lines that are not JSON.
 
     Args:
         path: path of the file.
-        torn: called with the number (from 1) of each line that is not JSON. None: print a message
-            instead.
+        torn: function that is called with the number (from 1) of each line that is not JSON. None:
+            print a message.
     """
     if not path.exists():
         return
@@ -152,7 +155,7 @@ def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> It
 
 
 def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
-    """Return the objects in the last ``most`` bytes of a file; empty if there is no file."""
+    """Return the objects in the last ``most`` bytes of a file; empty if the file is missing."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         cut = file.seek(0, 2) > most
         file.seek(-most if cut else 0, 2 if cut else 0)
@@ -166,7 +169,7 @@ def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
 
 
 def keep_lines(path: Path, steps: int) -> None:
-    """Drop all records from step ``steps`` on, and records without a step."""
+    """Remove records from a file: all from step ``steps`` on, and all without a step."""
     lines = [
         to_json(record)
         for record in read_json_lines(path)
@@ -182,13 +185,13 @@ _LEAST_ROOM = 65_536  # bytes; the text of a fault has 10,000 characters at most
 
 
 class Reserve:
-    """Disk space and an open descriptor that are reserved for the next version of a file.
+    """Disk space and an open file descriptor, reserved for the next version of a file.
 
     The file can then be replaced even if the disk is full or no descriptor is left.
 
     Args:
         path: path of the file.
-        content: content of the present version. An equal number of bytes is reserved.
+        content: content of the present version, whose size is the number of reserved bytes.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -200,7 +203,7 @@ class Reserve:
     def become(self, path: Path, content: bytes) -> None:
         """Write ``content`` into the reserved space, and make it the file at ``path``.
 
-        Called once.
+        This method may be called only once.
         """
         os.pwrite(self._file.fileno(), content, 0)
         self._file.truncate(len(content))
@@ -241,7 +244,7 @@ def read_json(path: Path) -> JsonDict:
     """Return the object in a file of :func:`write_json`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         MotleyError: the file is damaged or unreadable.
     """
     try:

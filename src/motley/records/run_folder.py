@@ -1,11 +1,11 @@
 """The folder of a run, ``logs/<run>/``: its lock, its files, and their writers and readers.
 
-No other module contains names of files in the folder.
+This module alone contains the names of the files in the folder.
 
-The lock is flock(2) on the file ``.lock``, which names its holder. NFS passes such locks on to its
-server, so they hold on all hosts. Some disks are mounted without such locks (Lustre without
-``flock``, BeeGFS by default). On such a disk, the lock does not exclude processes of other hosts,
-or any process at all.
+The lock is flock(2) on the file ``.lock``, which names the holder of the lock. NFS passes flock(2)
+on to its server, so that the lock holds on all hosts. Some disks are mounted without these locks
+(Lustre without ``flock``, BeeGFS by default). On such a disk, the lock does not exclude processes
+of other hosts, or excludes no process at all.
 
     run.json              what was run, on what, and how it ended
     steps.rank<k>.jsonl   one line per training step of rank k; see motley.records.training
@@ -61,7 +61,7 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
         folder: the folder.
         busy: error message if another process holds the lock. The holder of the lock and the time
             are appended.
-        then: fix in the error message.
+        then: part of the error message that explains the fix.
         name: name of the lock file, if only a part of the folder is locked.
 
     Raises:
@@ -90,7 +90,7 @@ def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process is in this context with the same file.
+    """Wait until no other process is in a ``with`` block of this function with the same file.
 
     On a disk without locks, no process waits.
     """
@@ -101,7 +101,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _owner(file: TextIO) -> str:
-    """Return the holder of a lock in words; empty if the holder is unknown.
+    """Return a phrase that names the holder of a lock; empty if the holder is unknown.
 
     An example is ", by process 714 on ecetesla0 since 2026-11-24 20:18:15".
     """
@@ -115,7 +115,7 @@ def _owner(file: TextIO) -> str:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise MotleyError if a run's folder is a symbolic link, perhaps to another run."""
+    """Raise MotleyError if a run's folder is a symbolic link, which may lead to another run."""
     if folder.is_symlink():
         raise MotleyError(
             f"the run folder {folder} is a symbolic link to {folder.resolve()}; name that folder "
@@ -124,7 +124,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Return True if no running process has locked a folder; False if this is not certain."""
+    """Return True if no running process has locked a folder. Return False in case of doubt."""
     try:
         with (folder / _FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ _MEND = "; restore it, or write {} into it, and all other records can still be r
 
 
 def _misshapen(content: Mapping[str, Any]) -> str:
-    """Return a description of a field of run.json with a wrong type; empty if all are right."""
+    """Return a description of a field of run.json with a wrong type; empty without one."""
     plan = content.get("plan")
     forecast = plan.get("forecast") if isinstance(plan, dict) else None
     named = {**{name: content.get(name) for name in _OBJECTS}, "forecast": forecast}
@@ -163,7 +163,7 @@ def _misshapen(content: Mapping[str, Any]) -> str:
 
 
 class RunFolder:
-    """The folder of one run, ``DIR/NAME``: opens writers and finds files.
+    """The folder of one run, ``DIR/NAME``, with methods that open and find its files.
 
     Several ranks may share the folder on one disk. Each rank writes only its own files. Rank 0 also
     writes run.json, epochs.jsonl, events.jsonl and checkpoints/.
@@ -271,7 +271,7 @@ class RunFolder:
             self._reserve = None
 
     def write_config(self, options: str) -> None:
-        """Write ``config.toml``, which starts the run again.
+        """Write ``config.toml``, with which the user can start the run again.
 
         Args:
             options: the options that the user typed, as TOML.
@@ -285,7 +285,7 @@ class RunFolder:
     def read_run(self) -> JsonDict:
         """Return the content of run.json; an empty dict if there is none.
 
-        If the status is running, but no process holds the run's lock, the status becomes
+        If the status is ``running`` but no process holds the run's lock, return the status
         ``stopped``.
 
         Raises:
@@ -346,9 +346,9 @@ class RunFolder:
     def drop_after(
         self, step: int, rank: int, ranks: Sequence[int], diverges: bool = False
     ) -> None:
-        """Drop this rank's lines of steps that are repeated after a resume.
+        """Remove this rank's records of steps that are repeated after a resume.
 
-        The first of ``ranks`` also drops the lines of ranks that trained before, but not now.
+        The first of ``ranks`` also does this for ranks that trained before, but do not train now.
 
         Args:
             step: step at which the run continues.
@@ -367,7 +367,7 @@ class RunFolder:
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
-        """Add a rank's missing records of steps before ``step``, from the records of other ranks.
+        """Add missing step records of a rank before ``step``, from the records of other ranks.
 
         Records are missing if the rank was killed before it wrote its last records. Records are
         also missing if a rank of an earlier launch, with the same number, wrote the file.
@@ -448,7 +448,7 @@ class RunFolder:
         return self.path / "trace.json.gz"
 
     def nccl_log(self, rank: int) -> str:
-        """Return the value for NCCL_DEBUG_FILE. NCCL fills in the host and the process."""
+        """Return the value for NCCL_DEBUG_FILE, in which NCCL fills in the host and the process."""
         path = self.path.absolute() / f"nccl.rank{rank}."
         return f"{path}".replace("%", "%%") + "%h.%p.log"
 
@@ -467,7 +467,7 @@ class RunFolder:
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
-    """Return the numbers between ``before`` and ``after`` in the names of files, ascending."""
+    """Return the numbers in file names of the form ``before``, number, ``after``; ascending."""
     names = (path.name for path in folder.glob(f"{before}*{after}"))
     numbers = (name.removeprefix(before).removesuffix(after) for name in names)
     return sorted(int(number) for number in numbers if number.isdigit())
@@ -488,7 +488,7 @@ def find_runs(paths: list[Path]) -> list[RunFolder]:
 
 
 def upgrade_record(line: JsonDict) -> JsonDict:
-    """Return a record in which the rate has its present name, even if an older version wrote it."""
+    """Return a record with the present field names, even if an older version wrote the record."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line
@@ -501,7 +501,7 @@ def open_run(path: str | Path) -> RunFolder:
     """Return the run in a folder, such as ``logs/RUN``.
 
     Raises:
-        MotleyError: the folder is no run.
+        MotleyError: the folder is not the folder of a run.
     """
     folder = Path(path)
     if not folder.exists():

@@ -6,9 +6,9 @@
                       "dur": 9310.5, "cat": "user_annotation", "args": {"thread": 4711}}, ...]}
 
 ``ts`` and ``dur`` are in microseconds. ``ts`` counts from ``baseTimeNanoseconds``, which all traces
-of a profile share. The clocks of the ranks are corrected, so the traces can be shown together. A
-span is a step, a phase of a step (``forward``, ``all-reduce``, ...), or an event of torch's
-profiler.
+of a profile share. The times are corrected for differences between the ranks' clocks, so that
+traces can be shown together. An event is a step, a phase of a step (``forward``, ``all-reduce``,
+...), or an event of torch's profiler.
 """
 
 import gzip
@@ -34,7 +34,7 @@ _THREAD = "thread"  # argument with the thread of a step or phase
 
 @dataclass(frozen=True)
 class TraceClock:
-    """The correction of a rank's clock.
+    """The correction of a rank's clock to the clock of the first rank.
 
     Attributes:
         offset_s: the rank's clock minus that of the first rank, seconds.
@@ -53,15 +53,15 @@ class TraceSummary:
         steps: number of steps.
         seconds: time from the start of the first step to the end of the last.
         on_gpu: True if the rank computes on a GPU.
-        busiest: name, seconds and number of calls of the GPU's kernels, those with the longest time
-            first. Without a GPU: the same for operators, without the time of operators that they
-            call.
+        busiest: name, seconds and number of calls of each of the GPU's kernels, the longest time
+            first. Without a GPU: the same values of operators. The time of an operator excludes
+            operators that it calls.
         wire: fraction of the time in which data was sent.
         waited: fraction of the time in which the rank only waited for communication. With a GPU,
-            this is the time of communication in which the GPU ran no other kernel. Without a GPU,
-            this is the phase of the all-reduce.
-        idle: fraction of the time in which the GPU was idle. Without a GPU: in which no operator
-            ran.
+            this is communication while the GPU ran no other kernel. Without a GPU, this is the
+            phase of the all-reduce.
+        idle: fraction of the time in which the GPU was idle. Without a GPU: fraction of the time in
+            which no operator ran.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class TraceSummary:
 
 
 def step_span_name(step: int) -> str:
-    """Return the name of a step's span, with the step counted from 1."""
+    """Return the name of a step's event in a trace. The name counts steps from 1."""
     return f"{_STEP}{step + 1}"
 
 
@@ -91,7 +91,7 @@ def write_trace(
         rank: number of the rank.
         host: host of the rank.
         clock: offset and error of this rank's clock.
-        base_ns: time from which the written times count, on the first rank's clock, in nanoseconds.
+        base_ns: origin of the written times, in nanoseconds of the first rank's clock.
     """
     shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
     pids: dict[Any, int] = {}
@@ -124,7 +124,7 @@ def write_trace(
 
 
 def _named_lane(pid: int, lane: int) -> list[Event]:
-    """Return the trace events that name a separate lane and place it above all other lanes."""
+    """Return the trace events that name a lane of the display and place it above other lanes."""
     about = {"thread_name": {"name": "steps and phases"}, "thread_sort_index": {"sort_index": -1}}
     return [
         {"ph": "M", "pid": pid, "tid": lane, "name": name, "args": value}
@@ -142,11 +142,11 @@ def _is_of_profiler(event: Event) -> bool:
 
 
 def _is_ours(event: Event) -> bool:
-    """Return True for a step, or a phase of a step.
+    """Return True if an event is a step, or a phase of a step.
 
-    A phase may start or end within an operator: DDP runs the all-reduce within the last operator of
-    the backward pass. Perfetto leaves out a span that overlaps an operator partly on one thread, so
-    phases have a separate lane.
+    Phases have a separate lane of the display. A phase may start or end within an operator: DDP
+    runs the all-reduce within the last operator of the backward pass. On one lane, Perfetto would
+    leave out a phase that overlaps an operator in part.
     """
     name = event.get("name", "")
     return event.get("cat") == "user_annotation" and (name.startswith(_STEP) or name in _PHASES)
@@ -156,7 +156,7 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
     """Write all traces of one profile into one file.
 
     Raises:
-        MotleyError: the traces are of several profiles.
+        MotleyError: the traces belong to several profiles.
     """
     bases = {trace["baseTimeNanoseconds"] for trace in traces}
     if len(bases) > 1:
@@ -169,10 +169,10 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return the content of a trace of Motley.
+    """Return the content of a trace that Motley has written.
 
     Raises:
-        MotleyError: the file is damaged, or no trace of Motley.
+        MotleyError: the file is damaged, or Motley has not written it.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -208,7 +208,7 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
 
     Args:
         trace: the trace.
-        most: largest number of kernels or operators that are named.
+        most: largest number of kernels or operators in the summary.
 
     Raises:
         MotleyError: the trace has no complete step.
@@ -235,7 +235,7 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
 
 
 def _waited(device: Sequence[Event], notes: Sequence[Event], whole: Span) -> float:
-    """Return the microseconds in which a rank did nothing but wait for communication.
+    """Return the microseconds in which a rank only waited for communication.
 
     With a GPU, the phase of the all-reduce does not count, because the GPU may still compute in it.
     """
@@ -261,7 +261,7 @@ def _covered(events: Iterable[Event], whole: Span) -> float:
 
 
 def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int], ...]:
-    """Return the names with the longest time, with their seconds and calls.
+    """Return the name, time and number of calls of the events with the longest total time.
 
     The time of an event within another event on the same thread or stream counts for the inner
     event alone.
@@ -276,7 +276,7 @@ def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int]
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yield each event's name, and its time without that of the events inside it."""
+    """Yield each event's name, and its time without the time of the events inside it."""
     lanes: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         lanes[event.get("pid"), event.get("tid")].append(event)

@@ -1,7 +1,7 @@
-"""Records of training: steps, evaluations, and groups of ranks. Pure.
+"""Records of training: steps, evaluations, and groups of ranks. All functions are pure.
 
-The groups are the sets of ranks that trained a run one after another, as ``groups`` of run.json
-lists them.
+A group is a set of ranks that trained together. The field ``groups`` of run.json lists the groups
+of a run in order.
 
 A group ends when a rank is lost, or when the job ends. A rank keeps its number within a job. In a
 resumed run the number may belong to another host, so the host of a record depends on the step.
@@ -21,7 +21,7 @@ _TOLD = ("rank", "host", "device", "uuid", "precision")  # recorded fields of a 
 
 
 def read_workers(ranks: Any) -> list[JsonDict]:
-    """Return the entries of run.json's ``ranks``, without damaged entries."""
+    """Return the entries of the field ``ranks`` of run.json, without damaged entries."""
     return [
         each for each in (ranks if isinstance(ranks, list) else [])
         if isinstance(each, dict) and isinstance(each.get("rank"), int)
@@ -48,7 +48,7 @@ def add_group(
 ) -> list[JsonDict]:
     """Return the groups with a further group, which trains from ``step`` on.
 
-    When a run is continued, records of later steps are dropped, and so are their groups.
+    Groups that started at ``step`` or later are dropped, because the run repeats their steps.
     """
     facts = [{name: worker.get(name) for name in _TOLD} for worker in workers]
     return [
@@ -78,7 +78,7 @@ class RankGroups:
 
         Args:
             rank: number of the rank.
-            step: number of the step. None: the last group in which the rank trained.
+            step: number of the step. None: the last step of the rank.
         """
         steps, workers = self._known.get(rank, ([], []))
         if not workers:
@@ -114,9 +114,9 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps since the start of training, from 0.
-        loss: weighted mean over the *global* batch. With Local SGD, only records of averaging
-            rounds have a loss, which is the mean over all samples between the two rounds before;
-            otherwise null.
+        loss: weighted mean over the *global* batch. With Local SGD, only the step of an averaging
+            round has a loss, which is the mean over all samples between the two rounds before.
+            Other steps then have null.
         loss_scale: factor on this step's loss.
         overflow: True if the gradient was not finite, and all ranks skipped the step. With Local
             SGD, only this rank skipped the step.
@@ -126,8 +126,8 @@ class StepRecord:
         t_data: seconds waiting for samples.
         t_compute: seconds of forward and backward until this rank's own gradient is ready.
         t_wait: seconds waiting for the slowest rank.
-        t_comm: seconds of communication still exposed after the last rank is ready.
-        t_opt: seconds of norm, clip and optimizer.
+        t_comm: seconds of communication after the last rank was ready.
+        t_opt: seconds of the gradient's norm, clipping and the optimizer.
         t_host: seconds of the loop's own Python while no device of this rank computes; 0 in older
             records. The six times sum to the duration of the step. A time is null if the engine
             cannot measure it separately.
@@ -173,14 +173,14 @@ OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # i
 def others_ready(
     ready_s: Sequence[float], counts: Sequence[int], ranks: Sequence[int]
 ) -> JsonDict | None:
-    """Return which ranks were ready first, in the middle and last, for the first rank's record.
+    """Return the first, the middle and the last rank that was ready, for the first rank's record.
 
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
 
-    A rank's ``ready_s`` is its time from the start of the step until its own gradient was ready.
-    This is the sum of ``t_data``, ``t_compute`` and ``t_host``, without the parts that follow the
-    exchange. A rank's ``t_wait`` is the largest ``ready_s`` of all ranks minus its own.
+    A rank's ``ready_s`` is the time in seconds from the start of the step until its own gradient
+    was ready. This time is the sum of ``t_data``, ``t_compute`` and ``t_host``, except for seconds
+    after the all-reduce. A rank's ``t_wait`` is the largest ``ready_s`` of all ranks minus its own.
 
     Args:
         ready_s: seconds of each rank, the first rank's first.
@@ -214,7 +214,7 @@ class EpochRecord:
 
     Attributes:
         metrics: the task's metrics of the model, by name, ``loss`` among them. Metrics with the
-            prefix EMA are those of the average of the parameters, if the run has one. The name of a
+            prefix EMA are of the averaged parameters, if the run averages parameters. The name of a
             metric of a further held-out set begins with the set's name, as in ``night/loss``.
         sets: number of samples of each further held-out set, by the set's name. Lines of runs
             without further sets do not have the field.
@@ -237,9 +237,9 @@ class EpochRecord:
         return {**line, **self.metrics}
 
     def list_parts(self) -> list[tuple[str, int, dict[str, float], dict[str, float]]]:
-        """Return each held-out set: name, samples, metrics, and the averaged parameters' metrics.
+        """Return the name, samples, metrics, and averaged parameters' metrics of each held-out set.
 
-        The name of the usual set is empty. Metrics have their names without prefixes.
+        The name of the main held-out set is empty. Names of metrics have no prefix.
         """
         result = []
         for name, samples in [("", self.samples), *self.sets.items()]:
@@ -261,6 +261,6 @@ class EpochRecord:
 
     @classmethod
     def read_metrics(cls, line: JsonDict) -> JsonDict:
-        """Return the metrics in a line, in the line's order."""
+        """Return the metrics in a line of ``epochs.jsonl``, in the line's order."""
         known = {each.name for each in fields(cls)}
         return {name: value for name, value in line.items() if name not in known}

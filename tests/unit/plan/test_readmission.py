@@ -38,7 +38,7 @@ def test_it_pays_while_enough_steps_are_left() -> None:
     last = ReadmissionEstimate(steps=60, step_s=1.0, with_s=0.5, cost_s=30.0)
     assert not last.worth_it and last.saves_s == 30.0
     assert last.sentence() == (
-        "that saves 30 s of the 60 s left (60 steps of 1 s, or 0.5 s with it), and a new start "
-        "costs 30 s"
+        "that saves 30 s of the 60 s left (60 steps of 1 s now, or 0.5 s afterwards), and a new "
+        "start costs 30 s"
     )
     assert "saves nothing" in ReadmissionEstimate(60, 1.0, 1.5, 30.0).sentence()

@@ -16,7 +16,9 @@ def test_an_account_of_a_directory_is_left_as_it_is(capsys: pytest.CaptureFixtur
     visit.account, visit.state = account, change_cn_shell.DIRECTORY
     change_cn_shell.show({"node": visit}, "/bin/bash")
     said = capsys.readouterr().out
-    assert "directory" in said and "need not be: Motley starts ranks under any shell" in said
+    assert (
+        "directory" in said and "No change is needed: Motley starts ranks under any shell" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters with which all ranks train scripts of transformers, Accelerate and Lightning.
+"""Adapters that let scripts for transformers, Accelerate and Lightning train on all ranks.
 
 Each module imports its framework, and ``motley`` imports none of these modules by itself.
 """

@@ -2,15 +2,16 @@
 
 The Accelerator sees one process, whose batch is the global batch. Its samplers therefore neither
 pad nor drop rows, and its schedulers step once per optimizer step, not once per process. The batch
-size of a DataLoader is that of all ranks together, and ``accelerator.num_processes`` is 1, so the
-arithmetic of a script on batch sizes, warm-up and steps stays that of one machine::
+size of a DataLoader counts the rows of all ranks together, and ``accelerator.num_processes`` is 1.
+A script therefore computes batch sizes, warm-up and steps as on one machine::
 
     lab = motley.join()
     accelerator = lab.accelerate(Accelerator(gradient_accumulation_steps=2))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-A loader trains if a prepared model is in training mode when its pass starts. The mean of a loss
-over rows is exact. A mean over tokens needs ``accelerator.backward(loss, weight=tokens)``.
+A pass over a loader is a training pass if a prepared model is in training mode at its start. The
+mean of a loss over rows is exact. A mean over tokens needs ``accelerator.backward(loss,
+weight=tokens)``.
 """
 
 from typing import Any
@@ -84,12 +85,12 @@ class LabAccelerator(RowCollectives, _Accelerator):  # type: ignore[misc]
         self.lab.backward(loss, weight, reduction, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradient of the global batch by its norm, and return the norm."""
+        """Clip the global batch's gradient by its norm; return the norm before clipping."""
         self.unscale_gradients()
         return self.lab.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip the entries of the gradient of the global batch."""
+        """Clip each entry of the gradient of the global batch to ``clip_value``."""
         self.unscale_gradients()
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.loop.gate.add_up_for(chosen):

@@ -1,4 +1,4 @@
-"""Loader and collectives of an Accelerator whose ranks have unequal parts of a global batch."""
+"""A loader and collectives for an Accelerator whose ranks have unequal parts of a global batch."""
 
 import copy
 import json
@@ -87,9 +87,9 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
     Only rank 0 writes.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         folder: folder of a checkpoint.
-        mid_epoch: True if the next training pass continues the present one.
+        mid_epoch: True if the present pass over the training data has not ended.
     """
     position, loop = lab._position, lab._loop
     if not lab.is_main or loop is None or position.order is None or loop.order.state is None:
@@ -105,12 +105,12 @@ def save_progress(lab: Lab, folder: str, mid_epoch: bool) -> None:
 
 
 def load_progress(lab: Lab, folder: str, loaders: Iterable[FrameworkLoader]) -> None:
-    """Continue at the step and in the sample order of a checkpoint that a lab has written.
+    """Continue at the step and in the sample order that :func:`save_progress` has written.
 
     If the folder lacks the file of :func:`save_progress`, this function changes nothing.
 
     Args:
-        lab: the lab.
+        lab: the result of ``motley.join()``.
         folder: folder of the checkpoint.
         loaders: all training loaders. One of them continues an unfinished pass of the checkpoint.
     """
@@ -140,13 +140,17 @@ class RowCollectives:
 
     @property
     def piece(self) -> Piece | None:
-        """This rank's part of the global batch that is computed now; None outside of a loop."""
+        """This rank's part of the present global batch; None outside of a loop over a loader."""
         loader = self.gradient_state.active_dataloader
         in_training = loader is None or getattr(loader, "reads_ahead", False)
         return self.loop.piece if in_training else getattr(loader, "piece", None)
 
     def _check_piece(self) -> Piece | None:
-        """Return this rank's present part of a batch; raise MotleyError if further parts follow."""
+        """Return this rank's part of the present batch; None outside of a loop over a loader.
+
+        Raise MotleyError if the rank computes the batch in several parts and this part is not the
+        last.
+        """
         if self.piece and not self.piece.last:
             raise MotleyError(
                 "Accelerate's collectives were called after a piece of a batch that is not the "

@@ -1,4 +1,4 @@
-"""The loader that a framework's own loop reads, and checks that all frameworks share."""
+"""A loader for the training loop of a framework, and checks that the adapters have in common."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,10 @@ from motley.library.sample_order import RandomState
 
 
 def get_lab(caller: str) -> Lab:
-    """Return the lab that this process has joined.
+    """Return the object that ``motley.join()`` has returned in this process.
 
     Args:
-        caller: name of the class or function that needs the lab, for the error.
+        caller: name of the class or function that needs the object, for the error.
 
     Raises:
         MotleyError: the script has not called ``motley.join()``.
@@ -51,8 +51,8 @@ class FrameworkLoader(LabLoader):
     gather results after each batch. A rank without rows gets one row whose results do not count.
 
     Args:
-        lab: the lab.
-        loop: this rank's part in the loop.
+        lab: the result of ``motley.join()``.
+        loop: state of the training loop on this rank.
         source: the script's own DataLoader, as written for one machine.
         train: True for training data, False for held-out data. None: each pass is over training
             data if a prepared model is in training mode when the pass starts.
@@ -60,11 +60,12 @@ class FrameworkLoader(LabLoader):
     Attributes:
         train: see the argument; a caller may change the value between two passes.
         piece: the last part of a global batch that the loader has yielded; None outside of a pass.
-        reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece` itself.
+        reads_ahead: True if the caller of :meth:`read` calls :meth:`RankLoop.begin_piece`. False:
+            :meth:`read` calls it.
         first: number of the global batch with which the next pass starts.
         iteration: number of the next pass, which seeds the random numbers of rows.
-        order_after: random state to set once the next training pass has drawn its order; empty
-            unless that pass continues one from a checkpoint.
+        order_after: random state to set once the next training pass has drawn its order. Empty if
+            that pass does not continue a pass from a checkpoint.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A Lightning strategy that trains on all ranks of the lab, as on one machine.
+"""A Lightning strategy that trains on all ranks, with the result of one machine.
 
 Lightning sees one device, and the batch size of a DataLoader is that of all ranks together::
 
@@ -36,7 +36,10 @@ _Strategy: Any = lightning.strategies.SingleDeviceStrategy
 
 
 class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
-    """The strategy of a ``lightning.Trainer`` on all ranks of the lab, with ``devices=1``."""
+    """The strategy of a ``lightning.Trainer`` on all ranks of ``motley.join()``.
+
+    The Trainer needs ``devices=1``.
+    """
 
     strategy_name = "motley"
 
@@ -114,7 +117,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
         self.piece = None
 
     def training_step(self, *args: Any, **options: Any) -> Any:
-        """Return the loss of this rank's rows, and keep the weight that is returned with it."""
+        """Return the loss of this rank's rows, and store the weight that comes with the loss."""
         with self._in_step():
             output = super().training_step(*args, **options)
         if output is None and self.lightning_module.automatic_optimization and self.loop:
@@ -143,7 +146,7 @@ class MotleyStrategy(LightningCollectives, _Strategy):  # type: ignore[misc]
             return _utilities.apply_to_collection(output, Tensor, self.all_gather)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Return the checkpoint that rank 0 reads."""
+        """Return the checkpoint, which rank 0 reads and broadcasts to all ranks."""
         content = None
         if self.lab.is_main:
             content = super().load_checkpoint(checkpoint_path, weights_only=weights_only)

@@ -42,11 +42,12 @@ class LightningLoader(FrameworkLoader):
 
 
 class LightningCollectives:
-    """The collectives of a strategy. All ranks call each method.
+    """The collectives of a Lightning strategy. All ranks call each method.
 
     Attributes:
         next_piece: the part of a global batch that this rank's loader has yielded last.
-        piece: the part for which a step of the LightningModule runs; None outside of a step.
+        piece: the part of a global batch for which a step of the LightningModule runs; None outside
+            of a step.
         log_weight: weight of this rank in the mean over ranks of a logged value.
     """
 
@@ -59,7 +60,7 @@ class LightningCollectives:
 
     @property
     def is_distributed(self) -> bool:
-        """True in a step, so that Lightning reduces logged values over ranks.
+        """True during a step, so that Lightning reduces logged values over ranks.
 
         Outside of a step the value is False, and Lightning replaces no sampler.
         """
@@ -102,7 +103,7 @@ class LightningCollectives:
         self.broadcast(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank."""
+        """Return the object of rank ``src`` on all ranks."""
         if self.loop is None:
             return obj
         return self.loop.gather_objects(obj if self.loop.rank == src else None)[src]
@@ -143,7 +144,7 @@ def weigh_log(module: Any) -> None:
 
 @contextlib.contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Restore the states of all torchmetrics of a module at the end of the context."""
+    """Restore the states of all torchmetrics of a module at the end of the ``with`` block."""
     metrics: list[Any] = [each for each in module.modules() if hasattr(each, "_defaults")]
     states = [
         {name: copy.deepcopy(getattr(metric, name)) for name in metric._defaults}
@@ -158,7 +159,7 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
 
 
 def run_closure_before(optimizer: Any) -> None:
-    """Let ``optimizer.step()`` call its closure first, since the lab's step takes no closure."""
+    """Make ``optimizer.step(closure)`` call the closure first, and then step without a closure."""
     step = optimizer.step
 
     @wraps(step)
@@ -174,8 +175,8 @@ def clip_over_ranks(lab: Lab, loop: RankLoop, plugin: Any) -> None:
     """Let a precision plugin of Lightning sum the gradients over all ranks before clipping.
 
     Args:
-        lab: the lab.
-        loop: this rank's part in the loop.
+        lab: the result of ``motley.join()``.
+        loop: state of the training loop on this rank.
         plugin: the plugin, which is changed in place.
     """
     by_value = plugin.clip_grad_by_value

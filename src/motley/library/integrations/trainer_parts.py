@@ -11,7 +11,7 @@ _Base: Any = object  # the methods of transformers.Trainer
 
 
 class TrainerParts(_Base):  # type: ignore[misc]
-    """The methods of a Trainer that evaluate, predict, save and load, for all ranks of the lab."""
+    """The methods of a Trainer that evaluate, predict, save and load, on all ranks."""
 
     lab: Lab
 
@@ -47,7 +47,11 @@ class TrainerParts(_Base):  # type: ignore[misc]
     # -- checkpoints
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train. Raise MotleyError first if a rank cannot read the checkpoint to resume from."""
+        """Train on all ranks, from a checkpoint if one is given.
+
+        Raises:
+            MotleyError: a rank cannot read the checkpoint to resume from.
+        """
         if resume_from_checkpoint and self.lab._loop is not None:
             is_path = resume_from_checkpoint is not True
             check_folder(
@@ -81,7 +85,10 @@ class TrainerParts(_Base):  # type: ignore[misc]
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise MotleyError if an option or a method makes the result depend on the ranks' shares."""
+    """Raise MotleyError if an option or a method of a Trainer prevents exact results.
+
+    The result would depend on the number of rows that each rank computes.
+    """
     kind, args = type(trainer), trainer.args
     config = getattr(trainer.model, "config", None)
     if args.auto_find_batch_size:

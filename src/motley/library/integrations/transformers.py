@@ -1,4 +1,4 @@
-"""The Trainer of transformers on all ranks of the lab, with the result of one process.
+"""The Trainer of transformers on all ranks, with the result of one process.
 
 A script imports this Trainer in place of the Trainer of transformers, and calls ``motley.join()``
 before it makes the arguments. The global batch is ``per_device_train_batch_size`` times the number
@@ -10,7 +10,7 @@ global batch::
 
 For trl: ``class MotleySFT(MotleyTrainerMixin, SFTTrainer): pass``.
 
-Accelerate sees one process (``Lab.accelerate``), and the lab computes the gradient.
+Accelerate sees one process (``Lab.accelerate``), and Motley computes the gradient.
 DistributedDataParallel is not used, because it averages over ranks, and requires the same number of
 backward passes on every rank. Labels are counted over the whole step on all ranks, for any value of
 ``average_tokens_across_devices``, and losses are added up. The result is exact for any shares, for
@@ -40,9 +40,9 @@ _TOLERANCE = 0.1  # in the ratio of two losses, because bf16 rounds them
 
 
 class GlobalBatch(dict[str, Any]):
-    """This rank's rows of a global batch. The rank computes them in one or more pieces.
+    """This rank's rows of a global batch. The rank computes the rows in one or more parts, pieces.
 
-    The dictionary has the rows of the first piece. ``pieces`` has every piece with its rows.
+    The dictionary has the rows of the first piece. ``pieces`` lists every piece with its rows.
     """
 
     def __init__(self, pieces: list[tuple[Piece, Any]]) -> None:
@@ -51,7 +51,7 @@ class GlobalBatch(dict[str, Any]):
 
 
 class MotleyTrainerMixin(TrainerParts):
-    """The methods that let a Trainer, or a subclass of it, train on all ranks of the lab."""
+    """The methods that let a Trainer, or a subclass of Trainer, train on all ranks."""
 
     _counted = False  # True if the labels of the present batch were counted
     # True if the loss is a sum divided by the number of labels that the Trainer passes to the
@@ -68,7 +68,7 @@ class MotleyTrainerMixin(TrainerParts):
             self.lab._loop.end_without("trainer.train(resume_from_checkpoint=True) continues")
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Make the Accelerator, and connect it to the lab."""
+        """Make the Accelerator, and let it train on all ranks; see ``Lab.accelerate``."""
         super().create_accelerator_and_postprocess()
         if self.lab._loop is not None:
             self.lab.accelerate(self.accelerator)
@@ -124,7 +124,10 @@ class MotleyTrainerMixin(TrainerParts):
         return total
 
     def _divide_labels(self: Any, counts: Mapping[Piece, int]) -> dict[Piece, float]:
-        """Return each piece's fraction of the labels of its global batch; all ranks call it."""
+        """Return, for each piece (part of a batch), its fraction of the labels of the global batch.
+
+        All ranks call this method.
+        """
         steps = sorted({piece.step for piece in counts})
         own = [
             sum(count for piece, count in counts.items() if piece.step == step and piece.rows)
@@ -173,7 +176,7 @@ class MotleyTrainerMixin(TrainerParts):
         return bool(scaled and self._counted)
 
     def _get_part(self: Any, loss: Tensor, piece: Piece) -> Tensor:
-        """Return this rank's summand of the loss of the global batch."""
+        """Return the number that this rank adds to the loss of the global batch."""
         if not piece.rows:
             return torch.zeros_like(loss)
         part: float = piece.rows / piece.global_rows
@@ -187,7 +190,7 @@ class MotleyTrainerMixin(TrainerParts):
         return 1.0 if self._divides is not False else self._label_parts[piece]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Compute this rank's rows of a global batch, and return its summand of the loss."""
+        """Compute this rank's rows of a global batch. Return its part of the loss."""
         if self.lab._loop is None:
             return super().training_step(model, inputs, num_items_in_batch)
         backward = partial(type(self.accelerator).backward, self.accelerator)

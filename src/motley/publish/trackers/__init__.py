@@ -1,6 +1,6 @@
-"""Trackers for runs: a module in this package adds trackers by listing them in ``TRACKERS``.
+"""Experiment trackers. A module in this package adds trackers by a list ``TRACKERS``.
 
-Each tracker is a subclass of :class:`Tracker`. ``--to`` and ``-h`` of plots/publish.py offer all
+Each tracker is a subclass of :class:`Tracker`. The option ``--to`` of plots/publish.py offers all
 trackers in these lists.
 """
 
@@ -40,17 +40,17 @@ class Published:
 
 
 class Tracker(ABC):
-    """A run in a tracker, which is opened, given rows and notes in order, and closed.
+    """A run in an experiment tracker, to which rows and notes are published in order.
 
     A subclass is listed under ``TRACKERS`` of its module, and imports its package only when
     :meth:`check` or the constructor is called.
 
     Attributes:
         name: value of ``--to``.
-        says: destination of the records, for ``-h``.
+        says: description of the destination of the records, for ``-h``.
         settles_s: seconds after which published rows are safe even if this process is killed; None:
             rows are safe only after :meth:`close`.
-        anew: True if the tracker has no records of the run yet, so that all records are published.
+        anew: True if the tracker has no records of the run yet. All records are then published.
         look: the command or address with which a user sees the run.
     """
 
@@ -63,7 +63,7 @@ class Tracker(ABC):
     @classmethod
     @abstractmethod
     def check(cls) -> None:
-        """Raise MotleyError if a package is missing."""
+        """Raise MotleyError if the tracker's Python package is missing."""
 
     @abstractmethod
     def __init__(self, run: Published, memory: JsonDict) -> None:
@@ -71,20 +71,20 @@ class Tracker(ABC):
 
         Args:
             run: the run.
-            memory: result of :meth:`memory` when the position was saved last; empty: the run is
+            memory: result of :meth:`memory` when the position was last saved; empty if the run is
                 new.
         """
 
     @abstractmethod
     def memory(self) -> JsonDict:
-        """Return the state, as JSON, from which a later process continues after the last rows.
+        """Return the state, as JSON, with which a later process continues after the last rows.
 
         The method also works after :meth:`close`.
         """
 
     @abstractmethod
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """Publish rows and notes.
+        """Publish rows and notes to the tracker.
 
         Args:
             steps: rows of steps and of evaluations.

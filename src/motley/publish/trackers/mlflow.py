@@ -1,4 +1,4 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, or an SQLite file beside the run."""
+"""The tracker MLflow: the server in MLFLOW_TRACKING_URI, or an SQLite file beside the run."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class MLflow(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """See Tracker."""
+        """Raise MotleyError if a package for MLflow is missing."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # uses the network by default
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         _module("mlflow")
@@ -42,7 +42,7 @@ class MLflow(Tracker):
                 _module(name)
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
-        """See Tracker."""
+        """Open the run in MLflow; see :meth:`Tracker.__init__`."""
         folder, server = run.folder.path.parent, os.environ.get("MLFLOW_TRACKING_URI")
         self._to = {"uri": server or _store(str(folder / _FILE)), "project": run.project}
         self._entities = _module("mlflow.entities")
@@ -77,11 +77,11 @@ class MLflow(Tracker):
             self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
 
     def memory(self) -> JsonDict:
-        """See Tracker."""
+        """Return the state with which a later process continues; see Tracker."""
         return {**self._to, "run": self._id}
 
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """See Tracker."""
+        """Send rows and notes to MLflow; see :meth:`Tracker.publish`."""
         metrics = []
         for row in (*steps, *samples):
             self._last = max(self._last, row.step or 0)
@@ -104,7 +104,7 @@ class MLflow(Tracker):
         self._client.set_tag(self._id, _DESCRIPTION, "\n".join(lines)[:_NOTES])
 
     def close(self, status: str) -> None:
-        """See Tracker."""
+        """End the run in MLflow; see :meth:`Tracker.close`."""
         if status in _ENDS:
             self._client.set_terminated(self._id, _ENDS[status], end_time=self._ended or None)
 

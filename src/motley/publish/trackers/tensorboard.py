@@ -1,4 +1,4 @@
-"""TensorBoard: one file of events in the run's folder, without TensorFlow or torch."""
+"""The tracker TensorBoard: a file of events in the run's folder, without TensorFlow or torch."""
 
 import contextlib
 import shlex
@@ -17,19 +17,19 @@ _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 class TensorBoard(Tracker):
     """A run in TensorBoard. Each number has its own time, which TensorBoard's WALL axis shows.
 
-    If a process was killed after it had written numbers but before it saved its position, these
-    numbers are removed from the file and written again.
+    A process may be killed after it has written numbers and before it has saved its position. The
+    next process removes these numbers from the file and writes them again.
     """
 
     name, says = "tensorboard", "TensorBoard: a file of events in the run's folder"
 
     @classmethod
     def check(cls) -> None:
-        """See Tracker."""
+        """Raise MotleyError if a package for TensorBoard is missing."""
         _module("tensorboard.summary.writer.record_writer")
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
-        """See Tracker."""
+        """Open the run in TensorBoard; see :meth:`Tracker.__init__`."""
         # In the run's folder itself, so that TensorBoard names the run after the folder.
         self._path = run.folder.path / f"events.out.tfevents.{int(run.started)}.motley"
         if self._path.is_symlink():
@@ -78,11 +78,11 @@ class TensorBoard(Tracker):
         )])  # fmt: skip
 
     def memory(self) -> JsonDict:
-        """See Tracker."""
+        """Return the state with which a later process continues; see Tracker."""
         return {"file": self._path.name, "bytes": self._bytes}
 
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """See Tracker."""
+        """Send rows and notes to TensorBoard; see :meth:`Tracker.publish`."""
         for row in (*steps, *samples):
             value = self._summary.Summary.Value
             self._add(row.step, row.time, [
@@ -114,7 +114,7 @@ class TensorBoard(Tracker):
         self._writer.write(event.SerializeToString())
 
     def close(self, status: str) -> None:
-        """See Tracker."""
+        """End the run in TensorBoard; see :meth:`Tracker.close`."""
         with contextlib.suppress(OSError):  # a full disk was reported already
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""Trackio: its own folder on this machine, or the Space or server that its variables name."""
+"""The tracker Trackio: its folder on this machine, or the Space or server in its variables."""
 
 import contextlib
 import io
@@ -20,8 +20,8 @@ _BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
 class Trackio(Tracker):
     """A run in Trackio. Events become alerts of the run.
 
-    Devices' samples are published at the step in which they were taken, with ``seconds`` since the
-    run started, because Trackio accepts no time for a number.
+    Trackio accepts no time for a number. A sample of a device is therefore published at the step in
+    which it was taken, with ``seconds`` since the start of the run.
     """
 
     name, says = "trackio", "Trackio: as TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says, or locally"
@@ -29,13 +29,13 @@ class Trackio(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """See Tracker."""
+        """Raise MotleyError if a package for Trackio is missing."""
         if not any(map(os.environ.get, _ELSEWHERE)):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would ask the hub for the user
         _module()
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
-        """See Tracker."""
+        """Open the run in Trackio; see :meth:`Tracker.__init__`."""
         trackio = _module()
         place = next(filter(None, map(os.environ.get, _ELSEWHERE)), str(trackio.utils.TRACKIO_DIR))
         self._to = {"place": place, "project": run.project}
@@ -53,11 +53,11 @@ class Trackio(Tracker):
         self.look = f"trackio show --project {run.project}"
 
     def memory(self) -> JsonDict:
-        """See Tracker."""
+        """Return the state with which a later process continues; see Tracker."""
         return {**self._to, "run": self._name}
 
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """See Tracker."""
+        """Send rows and notes to Trackio; see :meth:`Tracker.publish`."""
         for row in (*steps, *samples):
             self._last = max(self._last, row.step or 0)
             step = self._last if row.step is None else row.step
@@ -69,7 +69,7 @@ class Trackio(Tracker):
                 self._run.alert(note.kind, note.text, level=level, step=step)
 
     def close(self, status: str) -> None:
-        """See Tracker."""
+        """End the run in Trackio; see :meth:`Tracker.close`."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._finish()  # not the run's own finish(), after which Trackio finishes it again
 

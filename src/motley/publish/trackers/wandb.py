@@ -1,4 +1,4 @@
-"""Weights & Biases; without a network unless WANDB_MODE allows it."""
+"""The tracker Weights & Biases, which uses no network unless WANDB_MODE allows it."""
 
 import os
 import re
@@ -22,22 +22,22 @@ _TIMED = ("cpu/*", "gpu/*")
 class WandB(Tracker):
     """A run in Weights & Biases.
 
-    Values of steps and evaluations are drawn over ``step``, and those of devices over ``seconds``
-    since the start of the run.
+    Values of steps and evaluations are drawn over ``step``. Values of devices are drawn over
+    ``seconds`` since the start of the run.
 
-    Offline, each session of publishing is a folder of files. The folder of a killed process may be
-    incomplete: it is removed, and its records are published again.
+    Offline, each session of publishing makes a folder of files. The folder of a killed process may
+    be incomplete. This folder is removed, and its records are published again.
     """
 
     name, says = "wandb", "Weights & Biases: offline, or as WANDB_MODE says"
 
     @classmethod
     def check(cls) -> None:
-        """See Tracker."""
+        """Raise MotleyError if a package for Weights & Biases is missing."""
         _module()
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
-        """See Tracker."""
+        """Open the run in Weights & Biases; see :meth:`Tracker.__init__`."""
         mode = os.environ.get("WANDB_MODE") or "offline"
         offline = mode == "offline"
         folder = Path(os.environ.get("WANDB_DIR") or run.folder.path)
@@ -55,7 +55,7 @@ class WandB(Tracker):
         self.look = f"wandb sync --append {sessions}" if offline else "https://wandb.ai"
 
     def _open(self) -> Any:
-        """Open a session at the first record, since an empty session would be useless."""
+        """Open a session when the first record is published, so that no session is empty."""
         run, wandb = self._published, _module()
         self._run = wandb.init(
             project=run.project, id=self._id, name=run.name, resume="allow", mode=self._to["mode"],
@@ -75,11 +75,11 @@ class WandB(Tracker):
         return self._run
 
     def memory(self) -> JsonDict:
-        """See Tracker."""
+        """Return the state with which a later process continues; see Tracker."""
         return {**self._to, "run": self._id, "sessions": self._whole}
 
     def publish(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
-        """See Tracker."""
+        """Send rows and notes to Weights & Biases; see :meth:`Tracker.publish`."""
         self._run = self._run or self._open()
         for row in steps:
             self._log(row.step, row.time, row.values)
@@ -93,7 +93,7 @@ class WandB(Tracker):
         self._run.log({**values, **at, "seconds": time - self._published.started})
 
     def close(self, status: str) -> None:
-        """See Tracker."""
+        """End the run in Weights & Biases; see :meth:`Tracker.close`."""
         if self._run is None:
             return
         session = Path(self._run.settings.sync_dir).name
@@ -103,7 +103,7 @@ class WandB(Tracker):
 
 
 def _remove_torn(folder: Path, run: str, whole: list[str]) -> None:
-    """Remove the files of a run's sessions that were not closed."""
+    """Remove the files of those sessions of a run that were not closed."""
     for session in folder.glob(f"offline-run-*-{run}"):
         if session.name not in whole and not session.is_symlink():
             shutil.rmtree(session)

@@ -491,9 +491,9 @@ class TextTask(HfOptions):
                 f"{cut:,} are longer than --length {self.length}, so their ends are left out"
             )
         if self._leaves_tokenizer:
+            folder = Path(str(self.hf_config)).parent
             lines.append(
-                f"the tokenizer in {Path(str(self.hf_config)).parent} is not used; for it, name the "
-                "folder in --hf-config"
+                f"the tokenizer in {folder} is not used; for it, name the folder in --hf-config"
             )
         if dropped:
             lines.append(f"{dropped:,} have no answer within --length, and are left out")
