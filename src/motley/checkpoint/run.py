@@ -297,7 +297,7 @@ class Run:
         world.allgather(None)  # no rank writes records before the run has started
 
     def _read_earlier(self) -> tuple[list[JsonDict], JsonDict]:
-        """Return the process groups and the result of earlier jobs, from the run.json of the folder."""
+        """Return the process groups and the result of earlier jobs, from the old run.json."""
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             content = self.folder.read_run()
             return read_groups(content), content.get("result") or {}
