@@ -173,9 +173,9 @@ def split_and_forecast(
     counts = split(global_batch, speeds)
     result = forecast(counts, speeds, wire)
     waits = wire.likes_long_batches and result.exposed_s > _WORTH * result.step_s
-    # A share may need one fast micro-batch and one that is small and slow.
+    # A share may need fast micro-batches and one that is small and slow.
     pairs = zip(speeds, counts, strict=True)
-    if waits or any(speed.micro_batch < n <= speed.sizes[-1] for speed, n in pairs):
+    if waits or any(speed.micro_batch < min(n, speed.sizes[-1]) for speed, n in pairs):
         best = speeds, counts, result
         for long in _longer(speeds, counts, wire):
             others = split(global_batch, long)

@@ -279,6 +279,11 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
     )
 
 
+@example(  # whose fastest micro-batches leave a slow rest, and two of the largest size do not
+    ([SpeedTable((1, 2, 4, 8, 16, 32, 49),
+                 (0.046875, 0.0625, 0.09375, 0.15625, 0.3515625, 0.3818359375, 0.59765625),
+                 0.0, input_s=0.125)], [0], 97, 0.0, 0.5, False)
+)  # fmt: skip
 @example(  # whose fastest micro-batch leaves a slow rest
     ([SpeedTable((1, 2, 4), (0.0195, 0.0168, 0.0352), 0.0, input_s=0.125)], [0], 3, 0.0, 0.0156,
      False)
