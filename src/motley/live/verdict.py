@@ -82,8 +82,8 @@ class RunVerdict:
             largest factor; empty if the difference may be noise.
         slower_times: compute time of the rank ``slower``, divided by the time measured at the
             start.
-        crowd: sentence that gives the reason, if the host of the rank ``slower`` has fewer
-            processors than ranks.
+        crowd: sentence that gives the reason, if it is known: the rank ``slower`` reads its
+            samples too slowly, or its host has fewer processors than ranks.
         grows_mib: memory growth per step in MiB on the rank with the largest growth, if the memory
             grows until the end.
         energy: energy of the GPUs.
@@ -269,9 +269,9 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
     If every pass waits for all ranks, as in FSDP, no rank's own time is known.
 
     Returns:
-        The name of the rank, the ratio of its time to the forecast, and the reason if ranks share
-        its processors. The name is empty if no ratio is known, or if the largest ratio may be
-        noise.
+        The name of the rank, the ratio of its time to the forecast, and the reason if it is known:
+        the rank reads its samples too slowly, or shares its processors. The name is empty if no
+        ratio is known, or if the largest ratio may be noise.
     """
     foreseen = _foreseen(training, forecast)
     times, excess_s = dict[int, float](), dict[int, float]()
@@ -288,10 +288,13 @@ def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | 
         return "", None, ""
     rank = max(times, key=lambda each: times[each])
     worker = training.worker(rank)
-    crowd = _crowd(training, worker)
+    crowd, reason = _crowd(training, worker), ""
+    if median(column(training.steps[rank], "t_data")) > excess_s[rank] / 2:
+        reason = "most of that time goes to reading its samples; try another number of --workers"
     least_s = _SLOWER_GPU_S if worker.get("uuid") else _SLOWER_S
     is_clear = len(training.lead) >= _SLOWER_STEPS and excess_s[rank] > least_s
-    return _name(training, rank) if crowd or is_clear else "", times[rank], crowd
+    name = _name(training, rank) if crowd or is_clear else ""
+    return name, times[rank], reason or crowd
 
 
 def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callable[[float], float]]:

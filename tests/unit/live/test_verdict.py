@@ -60,6 +60,13 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     assert verdict(run)[0][2].startswith(f"{slower}3 ranks share 2 processors on this machine; ")
     run.update_run(facts=[{"host": "a", "cores": 3}])
     assert verdict(run)[0][2] == sentences[2]
+    late = write_run(tmp_path / "late")
+    planned(late, step_s=0.1, compute_s=0.05)
+    steps = late.step_file(0)
+    steps.write_text(steps.read_text().replace('"t_data": 0.001', '"t_data": 0.2'))
+    assert "for the same samples: most of that time goes to reading its samples; try" in " ".join(
+        verdict(late)[0]
+    )
     planned(run)
     sentences, _ = verdict(run)
     assert len(sentences) == 2 and "expected" not in sentences[0]

@@ -491,7 +491,8 @@ class ImageTask(Task):
     @property
     def needs_workers(self) -> bool:  # type: ignore[override]
         """True if reading a sample takes longer than passing it between processes."""
-        return find_dataset(self.dataset).needs_workers
+        is_changed = bool(self.aa or self.color_jitter or self.reprob)
+        return is_changed or find_dataset(self.dataset).needs_workers
 
     def on(self, device: "torch.device") -> "Samples":
         """Return the object that reads samples for a rank with this device.
