@@ -74,7 +74,9 @@ def make_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPar
 
 
 def get_parser(module: str, *given: list[str]) -> argparse.ArgumentParser:
-    """Return the first parser that a command's ``main()`` makes with an option ``-h``.
+    """Call a command's ``main()``, and return the first parser that it makes.
+
+    Parsers without an option ``-h`` are skipped.
 
     Args:
         module: the command's module.

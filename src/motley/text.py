@@ -104,6 +104,11 @@ def name_some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun, as in ``1 row`` and ``1,200 rows``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def parse_seconds(text: str) -> int | None:
     """Return the seconds of a time such as 2h or 1h30m; None unless the text is from 1s to 366d."""
     if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):

@@ -51,7 +51,7 @@ def test_evaluations_change_nothing_else(module_jobs: Jobs, alone: Trained) -> N
     assert plain.losses == alone.losses
     assert [each["step"] for each in plain.epochs] == [9]
     assert plain.epochs[-1]["loss"] == alone.epochs[-1]["loss"]
-    before = plain.run["result"]
+    before = plain.run
     words = ("--resume", plain.folder, *WORDS[:2], "--eval-at-start", "--metrics", "f1_macro")
     again = module_jobs.train(2, DDP, "plain", *words)
     assert [each["step"] for each in again.epochs] == [9, 9]
@@ -59,7 +59,9 @@ def test_evaluations_change_nothing_else(module_jobs: Jobs, alone: Trained) -> N
     assert 0 < again.epochs[1]["f1_macro"] < 1 and again.losses == plain.losses
     result = {**again.run["result"]}
     assert result.pop("f1_macro") == again.epochs[1]["f1_macro"]
-    assert result == before  # the speed of its training is still in it
+    assert result == before["result"]  # the speed of its training is still in it
+    for name in ("config", "ranks", "command", "plan", "started"):
+        assert again.run[name] == before[name], "the records are those of the training"
 
 
 @pytest.mark.turns

@@ -333,19 +333,18 @@ def test_rows_of_a_table_are_predicted_too(jobs: Jobs, tmp_path: Path) -> None:
     assert [float(line["price_predicted"]) for line in lines] == pytest.approx([2, 1], abs=0.05)
     objects = tmp_path / "rows.jsonl"
     objects.write_text('{"size": 1.5}\n\n{"size": 0, "more": [1]}\n')
+    lines = list(csv.DictReader(predict(run.folder, objects).stdout.splitlines()))
+    assert [line["more"] for line in lines] == ["", "[1]"], "rows may have other columns"
     done = predict(run.folder, objects, "--format", "jsonl", "--batch-size", 1)
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["price"] == pytest.approx(3, abs=0.05) and second["more"] == [1]
-    for name, content, says in (
-        ("a.csv", "size\n1\n2,3\n", "a.csv, line 3 has 2 cells, and the header has 1"),
-        ("b.csv", "size,name\n1\n", "has 1 cells, and the header"),
-        ("c.jsonl", "[1]\n", "line 1 is a JSON list, not an object"),
-        ("d.txt", "1\n", "d.txt is no table, and"),
-    ):  # fmt: skip
-        (tmp_path / name).write_text(content)
-        done = predict(run.folder, tmp_path / name)
-        assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+    done = predict(run.folder, table, "--out", table)
+    assert done.returncode == 1 and "would replace" in done.stderr
+    wrong = HOUSES.replace('net(batch["size"])[:, 0].tolist()', 'batch["cost"]')
+    (tmp_path / "houses.py").write_text(wrong)
+    done = predict(run.folder, objects)
+    assert "predict() of the task Houses raised KeyError: 'cost' (" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["labels", "value"])

@@ -183,6 +183,9 @@ class Run:
             before a rank was lost.
         trains_since: time at which training started, in seconds of the monotonic clock. 0.0:
             training has not started.
+        continues_finished: True if the run that this job continues was finished.
+        keeps_records: True if this job only evaluates the run again, so that run.json keeps the
+            entries of the training.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -194,7 +197,8 @@ class Run:
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
-        self._earlier: JsonDict = {}  # result of an earlier job in this folder
+        self._earlier: JsonDict = {}  # content of run.json of the last job in this folder
+        self.continues_finished = self.keeps_records = False
         self._started: float | None = None  # seconds since 1970
         self._groups: list[
             JsonDict
@@ -231,6 +235,7 @@ class Run:
         """
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
+        self.continues_finished = False
         if self._first and not was_first:
             events = [
                 event for event in self.folder.read_events() if event["event"] == "unreadable"
@@ -264,7 +269,8 @@ class Run:
         Args:
             content: other entries of run.json, including ``ranks``.
             step: number of optimizer steps that are done already.
-            trains: False if no step is left to train, so run.json keeps the result.
+            trains: False if no step is left to train. The entries of run.json then stay those of
+                the job that has trained, if there is one.
         """
         world = self._world
         self._make_folder()
@@ -274,34 +280,45 @@ class Run:
         now = world.from_first(time.time)
         if self._started is None:
             self._started, grouped = now, {}
-            self._groups, self._earlier = world.from_first(self._read_earlier)
+            self._earlier, self.continues_finished = world.from_first(self._read_earlier)
+            self._groups = read_groups(self._earlier)
         else:  # a rank was lost: `ranks` and `plan` are new from here on
             grouped = {"grouped": now}
-        self._groups = add_group(self._groups, step, content["ranks"])
+        trains = trains and not self._ends_early(content)
+        self.keeps_records = not trains and self.continues_finished and bool(self._earlier)
+        if self.keeps_records:
+            records: Mapping[str, Any] = self._earlier
+        else:
+            self._groups = add_group(self._groups, step, content["ranks"])
+            records = {
+                "started": self._started,
+                **grouped,
+                "command": sys.argv,
+                "versions": versions(),
+                "commit": commit(),
+                "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
+                "result": None,
+                "groups": self._groups,
+                **content,
+            }
         if self._first:
-            self.folder.write_run(
-                {
-                    "status": "running",
-                    "started": self._started,
-                    **grouped,
-                    "command": sys.argv,
-                    "versions": versions(),
-                    "commit": commit(),
-                    "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
-                    "result": None if trains else self._earlier or None,
-                    "groups": self._groups,
-                    **content,
-                },
-                keep_room=True,
-            )
+            self.folder.write_run({**records, "status": "running"}, keep_room=True)
         world.allgather(None)  # no rank writes records before the run has started
 
-    def _read_earlier(self) -> tuple[list[JsonDict], JsonDict]:
-        """Return the process groups and the result of earlier jobs, from the old run.json."""
+    def _ends_early(self, content: Mapping[str, Any]) -> bool:
+        """Return True if the run was stopped early, with the ``--stop-after`` of this job."""
+        result, before = (self._earlier.get(name) or {} for name in ("result", "config"))
+        options = content.get("config") or {}
+        return bool(result.get("stopped_early")) and (
+            before.get("stop_after") == options.get("stop_after")
+        )
+
+    def _read_earlier(self) -> tuple[JsonDict, bool]:
+        """Return run.json of the last job in this folder, and True if the run was finished."""
+        content = dict[str, Any]()
         with contextlib.suppress(MotleyError):  # the file is replaced, damaged or not
             content = self.folder.read_run()
-            return read_groups(content), content.get("result") or {}
-        return [], {}
+        return content, (content or self.read_continued()).get("status") == "finished"
 
     def _make_folder(self) -> None:
         """Create the folder on all machines, and lock it on rank 0. All ranks call it."""
@@ -392,8 +409,8 @@ class Run:
 
         A job that only evaluates a finished run again adds the metrics that the result lacks.
         """
-        earlier = {} if self.samples else self._earlier
-        self.event("finished", **{**result, **earlier})
+        earlier = self._earlier.get("result") if self.keeps_records and not self.samples else None
+        self.event("finished", **{**result, **(earlier or {})})
 
     def finish(self) -> None:
         """Record that this rank has finished, wait for all ranks, and mark the run as finished."""

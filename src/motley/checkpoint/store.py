@@ -496,7 +496,7 @@ def make_progress(
 
     Args:
         position: position of the training.
-        ranks: number of ranks for which the checkpoint contains tensors that only this rank has.
+        ranks: number of ranks whose own tensors, such as optimizer shards, are in the checkpoint.
         scale: state of the loss scale.
         config: values of the options that a checkpoint stores.
         optimizer: values of the optimizer that are not tensors.

@@ -168,8 +168,9 @@ class Unsent(Reducer):
 class RoundingReducer(Reducer):
     """A reducer that sends 16-bit numbers.
 
-    The loss is divided by N and multiplied by the loss scale, so the gradient has both factors
-    before it is rounded. If a sum overflows, the norm of the gradient is not finite.
+    The loss is divided by N, the weight of the global batch, and multiplied by the loss scale. The
+    gradient therefore has both factors before it is rounded to 16 bits. If a sum overflows, the
+    norm of the gradient is not finite.
     """
 
     def __init__(self, dtype: str) -> None:

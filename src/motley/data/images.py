@@ -234,7 +234,8 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
         files = sorted(found, key=lambda each: tuple(map(composed, each.parts)))
         if not files:
             raise MotleyError(
-                f"{path} has no image; images end with {', '.join(endings[:4])} or similar"
+                f"{path} has no image; images end with {', '.join(endings[:4])} or similar (name "
+                "tables one by one)"
             )
         result += files
     return result

@@ -171,6 +171,8 @@ def _read(file: Path, columns: Sequence[str]) -> list[_Row]:
     places = _find_columns(file, table.names, columns)
     rows = list[_Row]()
     for cells in table.rows(1 + max(each for each in places if each is not None)):
+        if not any(map(str.strip, cells)):
+            continue
         name, label, split = ("" if at is None else cells[at].strip() for at in places)
         if not name or "\0" in name:
             raise MotleyError(f"{file}, line {table.line} names no file; remove the line")
@@ -248,7 +250,7 @@ class _Index:
             if len(others) > 1:
                 raise MotleyError(
                     f"{file}, line {row.line}: several files fit {row.name}: "
-                    f"{name_some(sorted(others))}; write the path below {self._root}"
+                    f"{name_some(sorted(others))}; write the file's path, relative to {self._root}"
                 )
             if others:
                 found.append((row, self.paths[others[0]]))
@@ -398,7 +400,9 @@ def read_class_weights(text: str, images: Images) -> list[float]:
     """
     flag, classes = f"--class-weights {text}", images.classes
     if images.kind == VALUE:
-        raise MotleyError(f"{flag} needs classes, and --target value has none; leave out {flag}")
+        raise MotleyError(
+            f"{flag} needs classes, and labels of --target value are numbers; leave out {flag}"
+        )
     targets = getattr(images.train, "targets", None)
     if text == "balanced":
         if targets is None:

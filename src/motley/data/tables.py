@@ -3,12 +3,15 @@
 import contextlib
 import csv
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
 from motley.registry import import_extra
+from motley.text import plural
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), ".parquet"
 TABLES = (".csv", ".tsv", *JSON_LINES, PARQUET)
@@ -36,9 +39,11 @@ class CsvFile:
     def __init__(self, path: Path, name: str) -> None:
         try:
             text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
-            raise MotleyError(f"{name}: {reason}; name a CSV file") from None
+        except OSError as error:
+            raise MotleyError(f"{name}: {error.strerror}; name a CSV file") from None
+        except UnicodeDecodeError:
+            raise MotleyError(f"{name}: the file is not UTF-8 text; save it as UTF-8") from None
+        csv.field_size_limit(sys.maxsize)  # the default is 131,072 characters in a cell
         self.path, self.line = path, 1
         header = text.partition("\n")[0]
         self._delimiter = max(",;\t", key=header.count)
@@ -46,7 +51,7 @@ class CsvFile:
         self.names = [each.strip() for each in next(self._lines, [])]
 
     def rows(self, least: int | None = None) -> Iterator[list[str]]:
-        """Yield the list of cells of each line that is not empty.
+        """Yield the list of cells of each line, without empty lines.
 
         Args:
             least: smallest number of cells in a line; None: exactly as many as the header has.
@@ -57,12 +62,13 @@ class CsvFile:
         try:
             for row in self._lines:
                 self.line = self._lines.line_num
-                if not any(map(str.strip, row)):
+                if len(row) < 2 and not "".join(row).strip():
                     continue
                 if len(row) != len(self.names) if least is None else len(row) < least:
                     raise MotleyError(
-                        f"{self.path}, line {self.line} has {len(row)} cells, and the header has "
-                        f"{len(self.names)}; quote a cell that contains {self._delimiter!r}"
+                        f"{self.path}, line {self.line} has {plural(len(row), 'cell')}, and the "
+                        f"header has {len(self.names)}; write a cell for each column, and quote a "
+                        f"cell that contains {self._delimiter!r}"
                     )
                 yield row
         except csv.Error as error:
@@ -147,8 +153,16 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     The place is a text for errors, such as ``a.csv, line 3``. The values of a CSV file are texts.
 
     Raises:
-        MotleyError: the file is not a table, or a row cannot be read.
+        MotleyError: the file is not a table or has no row, or a row cannot be read.
     """
+    count = 0
+    for count, row in enumerate(_read_rows(path), 1):  # noqa: B007
+        yield row
+    if not count:
+        raise MotleyError(f"{path}: the file has no row; leave it out")
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     ending = path.suffix.lower()
     if ending not in TABLES:
         raise MotleyError(f"{path} is no table; name a file that ends with {', '.join(TABLES)}")
@@ -156,11 +170,16 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         with open_parquet(path, str(path)) as table:
             batches = table.iter_batches(batch_size=AT_ONCE)
             rows = (row for batch in batches for row in batch.to_pylist())
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
     elif ending in JSON_LINES:
         for number, row in read_json_lines(path, str(path), "x"):
             yield f"{path}, line {number}", row
     else:
         file = CsvFile(path, str(path))
+        if repeated := [name for name, count in Counter(file.names).items() if count > 1]:
+            raise MotleyError(
+                f"{path} has several columns with the name {repeated[0]!r}; give each column a "
+                "different name"
+            )
         for cells in file.rows():
             yield f"{path}, line {file.line}", dict(zip(file.names, cells, strict=True))

@@ -40,6 +40,11 @@ def open_writer(path: Path, averaged: bool = False, chats: bool | None = None) -
     from motley.tasks.builtin.text import TextTask
 
     if (path / "config.json").is_file() and not (path / "progress.json").is_file():
+        if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:  # pickles are refused below
+            raise MotleyError(
+                f"{path} has a config.json and no *.safetensors with weights; name the folder of a "
+                "run or of a trained model"
+            )
         task: Any = TextTask(pretrained=str(path))
         net = task.named.build(0.0)
         net.load_state_dict(task.named.weights(), strict=False)

@@ -21,8 +21,10 @@ import csv
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,8 +32,9 @@ from motley.config.option import positive
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.plan.precision import PRECISIONS
+from motley.records.json_files import finite
 from motley.tasks.builtin.image import crops
-from motley.text import escape_unprintable
+from motley.text import escape_unprintable, plural
 
 if TYPE_CHECKING:
     from motley.data.source import Tensors
@@ -140,7 +143,8 @@ def predict_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the columns of each row, and the predictions of the task.
 
-    If a prediction has the name of a column, ``_predicted`` is appended to the prediction's name.
+    Each record has the columns of all rows, and None where its row lacks a column. If a prediction
+    has the name of a column, ``_predicted`` is appended to the prediction's name.
 
     Args:
         trained: a model whose task defines ``with_rows``.
@@ -149,30 +153,72 @@ def predict_rows(
         batch: number of rows that are computed together.
 
     Raises:
-        MotleyError: the task does not read rows, or has another number of held-out samples.
+        MotleyError: the task does not read rows, or a method of the task fails.
     """
     places, own = [place for place, _ in rows], [row for _, row in rows]
-    task = trained.task.with_rows(own)
-    count = len(task.data(held_out=True))
+    with _naming_method(trained.task, "with_rows"):
+        task = trained.task.with_rows(own)
+        count = len(task.data(held_out=True))
     if count != len(own):
         raise MotleyError(
             f"the task {type(task).__name__} has {count:,} held-out samples after with_rows() got "
-            f"{len(own):,} rows; return the rows in data(held_out=True)"
+            f"{plural(len(own), 'row')}; return the rows in data(held_out=True)"
         )
-    predictor = _make_predictor(trained, task, precision, None, places)
+    predictor = _make_predictor(trained, task, precision, partial(_predict_columns, task), places)
+    columns = dict.fromkeys(name for row in own for name in row)
+    names = [f"{x}_predicted" if x in columns else x for x in predictor.columns[2:]]
     for items in _split(count, batch):
         for index, _, *values in predictor.rows(items):
             assert isinstance(index, int)
-            row = own[index]
-            names = (f"{x}_predicted" if x in row else x for x in predictor.columns[2:])
-            yield {**row, **dict(zip(names, values, strict=True))}
+            yield {**columns, **own[index], **dict(zip(names, values, strict=True))}
+
+
+@contextlib.contextmanager
+def _naming_method(task: "Task", method: str) -> Iterator[None]:
+    """Raise MotleyError with the place of the error if a method of a user's task fails."""
+    from motley.engines.out_of_memory import out_of_memory
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MotleyError) or out_of_memory(error):
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise MotleyError(
+            f"{method}() of the task {type(task).__name__} raised {type(error).__name__}: {error} "
+            f"({place.filename}, line {place.lineno}); correct the method, as docs/your_model.md "
+            "shows"
+        ) from error
+
+
+def _predict_columns(task: "Task", net: "Net", batch: "Tensors") -> dict[str, list[Any]]:
+    """Return the columns that ``predict`` of a user's task returns, as lists.
+
+    Raises:
+        MotleyError: ``predict`` fails, or a column does not have a value for each sample.
+    """
+    count = len(next(iter(batch.values())))
+    with _naming_method(task, "predict"):
+        made = task.predict(net, batch)
+        result = {
+            str(name): values.tolist() if hasattr(values, "tolist") else list(values)
+            for name, values in made.items()
+        }
+        for name, values in result.items():
+            if len(values) != count:
+                raise MotleyError(
+                    f"predict() of the task {type(task).__name__} returns "
+                    f"{plural(len(values), 'value')} in the column {name!r} for "
+                    f"{plural(count, 'sample')}; return one value per sample"
+                )
+    return result
 
 
 def _make_predictor(
     trained: "Trained",
     task: "Task",
     precision: str,
-    predict: "Callable[[Net, Tensors], Mapping[str, Sequence[Any]]] | None",
+    predict: "Callable[[Net, Tensors], Mapping[str, Sequence[Any]]]",
     places: Sequence[str] = (),
 ) -> "Predictor":
     """Return a predictor for the task's held-out samples, on a GPU if the host has one."""
@@ -211,6 +257,15 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _write_nested(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cells of a CSV line for a row of a table; lists and mappings become JSON."""
+    return {
+        name: json.dumps(finite(value), ensure_ascii=False, default=str)
+        if isinstance(value, list | dict) else value
+        for name, value in record.items()
+    }  # fmt: skip
+
+
 def write(
     records: Iterator[dict[str, Any]],
     file: TextIO,
@@ -229,7 +284,7 @@ def write(
     for record in records:
         count += 1
         if form == JSON_LINES:
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps(finite(record), ensure_ascii=False, default=str) + "\n")
         else:
             cells = to_cells(record)
             if lines is None:
@@ -238,6 +293,35 @@ def write(
             lines.writerow(cells)
         file.flush()
     return count
+
+
+def _check_paths(options: argparse.Namespace, tables: Sequence[Path]) -> None:
+    """Raise MotleyError if tables and other options of the command line contradict each other.
+
+    Args:
+        options: the options.
+        tables: the paths that are tables.
+    """
+    if tables and len(tables) < len(options.paths):
+        other = next(path for path in options.paths if path not in tables)
+        raise MotleyError(
+            f"{tables[0]} is a table, and {other} is not; predict tables and images in two calls"
+        )
+    for flag, value in (("--top-k", options.top_k), ("--test-crops", options.test_crops)):
+        if tables and value is not None:
+            raise MotleyError(f"{flag} applies to images, and {tables[0]} is a table; leave it out")
+    for path in options.paths:
+        if options.out and options.out.exists() and path.exists() and options.out.samefile(path):
+            raise MotleyError(f"--out {options.out} would replace {path}; name another file")
+
+
+def _open_output(path: Path) -> TextIO:
+    try:
+        return path.open("w", newline="", encoding="utf-8")
+    except OSError as error:
+        raise MotleyError(
+            f"--out {path}: {error.strerror}; name a file in a folder that you can write"
+        ) from None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -250,7 +334,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH",
                         help="image files, folders of them, or tables")  # fmt: skip
-    parser.add_argument("--top-k", type=positive, default=1, metavar="K",
+    parser.add_argument("--top-k", type=positive, metavar="K",
                         help="classes per file, the most probable first; default 1")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="write to this file; default: the terminal")  # fmt: skip
@@ -275,24 +359,25 @@ def main(words: Sequence[str] | None = None) -> int:
     from motley.data.images import list_images
     from motley.data.tables import TABLES, read_rows
 
-    are_tables = all(path.suffix.lower() in TABLES for path in options.paths)
+    tables = [path for path in options.paths if path.suffix.lower() in TABLES]
     try:
-        rows = [each for path in options.paths for each in read_rows(path)] if are_tables else []
-        files = [] if are_tables else list_images(options.paths)
+        _check_paths(options, tables)
+        rows = [each for path in tables for each in read_rows(path)]
+        files = [] if tables else list_images(options.paths)
         trained = open_model(options.run, options.data_dir, options.use_ema)
-        if are_tables:
+        if tables:
             records = predict_rows(trained, rows, options.precision, options.batch_size)
         else:
             records = predict_images(
-                trained, files, options.top_k, options.precision, options.batch_size,
+                trained, files, options.top_k or 1, options.precision, options.batch_size,
                 options.test_crops,
             )  # fmt: skip
-        due, unit = (len(rows), "rows") if are_tables else (len(files), "images")
+        due, unit = (len(rows), "row") if tables else (len(files), "image")
         with contextlib.ExitStack() as stack:
             file: TextIO = sys.stdout
             if options.out:
-                file = stack.enter_context(options.out.open("w", newline="", encoding="utf-8"))
-            count = write(records, file, form, dict if are_tables else flatten)
+                file = stack.enter_context(_open_output(options.out))
+            count = write(records, file, form, _write_nested if tables else flatten)
     except BrokenPipeError:  # the reader, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -300,5 +385,5 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"motley: {error}", file=sys.stderr)
         return 1
     if options.out:
-        print(f"{options.out}: {count:,} of {due:,} {unit}")
+        print(f"{options.out}: {count:,} of {plural(due, unit)}")
     return 0 if count == due else 1

@@ -260,10 +260,11 @@ def _main() -> None:
 
 
 def _is_stopped_early(pid: int, seconds: float) -> bool:
-    """Return True if a rank is stopped after ``seconds``, and no rank here is ready to report it.
+    """Return True if a rank of this host is stopped (SIGSTOP) before it is ready to train.
 
-    Return False as soon as the rank is ready, or ends. A rank is not reported while mpirun is
-    stopped too: then the user has stopped the job on purpose (Ctrl-Z).
+    This function looks for ``seconds``. It returns False as soon as the rank is ready, or ends. A
+    rank is not reported while mpirun is stopped too: then the user has stopped the job on purpose
+    (Ctrl-Z).
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(OSError):

@@ -267,7 +267,9 @@ class ShareFollower:
             self._monitor.reset()
 
     def _measure(self, counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return faster row counts from the measured steps; None if the gain is too small.
+        """Return each rank's number of rows for a faster step; None if the gain is too small.
+
+        The numbers follow from the measured steps.
 
         After the last measurement, this method also starts the monitor, which watches all later
         steps.

@@ -244,10 +244,10 @@ class LoopPosition:
             self._times_ahead += 1  # once, it may follow batches that a resumed script skips
             if self._times_ahead == 2:
                 raise MotleyError(
-                    "several batches were read before backward(), and each has a loss, which "
-                    "would be weighted by the rows of the last batch: call backward() before you "
-                    'read the next batch, or give it reduction="sum" for losses that are divided '
-                    "by the number of tokens of all ranks"
+                    "several batches were read before backward(), so the rows of the last batch "
+                    "would weight the losses of all: call backward() before you read the next "
+                    'batch, or call backward(loss, reduction="sum") if each loss is divided by the '
+                    "number of tokens of all ranks"
                 )
         node: Any = loss.grad_fn
         while node is not None and node.name() in _FACTORS:

@@ -1,9 +1,9 @@
 """A comparison of the rows from the loader with the rows that a script gives to ``lab.step()``.
 
-After an out-of-memory error, ``lab.step()`` reads the rows of a piece once more, in smaller parts,
+After an out-of-memory error, ``lab.step()`` reads this rank's rows once more, in smaller parts,
 and calls the script's function with each part. Each part is moved to the devices to which the
-script had moved the piece. A script that changes the rows in another way before ``lab.step()`` is
-refused at its first step, since the parts would lack that change.
+script had moved the rows. A script may only move the rows before ``lab.step()``. If it changes
+them, its first step is refused, because the smaller parts would lack the change.
 """
 
 import copy

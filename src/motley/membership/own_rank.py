@@ -56,7 +56,7 @@ class TrainingHooks:
 
     rescue: Callable[[], str] | None = None
     last_words: Callable[[], None] = lambda: None
-    how_to_continue: Callable[[int | None], str] = lambda _: "continue with --resume auto"
+    how_to_continue: Callable[[int | None], str] = lambda _: "start it again with the same command"
     if_lost: str = ""
     keep: Callable[[], None] | None = None
     free: Callable[[], None] = lambda: None

@@ -89,7 +89,8 @@ class Speeds:
 
         Args:
             samples: samples of each rank in a step.
-            slowdown: factor by which each rank is slower than its table, except for ``step_s``.
+            slowdown: factor by which each rank computes slower than in its table. The fixed time
+                ``step_s`` of a step is not multiplied.
         """
         return self.step_s + self.ready_s(samples, slowdown)
 

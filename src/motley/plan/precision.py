@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from motley.errors import MotleyError
-from motley.text import did_you_mean
+from motley.text import did_you_mean, plural
 
 Value = TypeVar("Value")
 
@@ -47,7 +47,7 @@ class PerRank(Generic[Value]):
         values = self.values * ranks if self.for_all else self.values
         if len(values) != ranks:
             raise MotleyError(
-                f"{self.flag} {self.text} has {len(values)} value{'s' * (len(values) != 1)}, but "
+                f"{self.flag} {self.text} has {plural(len(values), 'value')}, but "
                 f"{ranks} ranks take part; give {ranks} values, or change -np and hosts.txt"
             )
         return values

@@ -192,8 +192,8 @@ class AllReduceCost:
         frozen: number of frozen parameters per trained parameter. Frozen parameters have no
             gradient, but are sent when parameters are gathered.
         tensors: for each gradient, in the order of the backward pass, the gradient's fraction of
-            all values and of all bytes. The backward pass computes gradients in proportion to their
-            numbers. Empty: any division into buckets is possible.
+            all values and of all bytes. The time of the backward pass for a gradient is
+            proportional to its number of values. Empty: any division into buckets is possible.
         fewer: cost without the rank whose link is far slower than all others. None: all links are
             similar, or the cost is not known.
     """

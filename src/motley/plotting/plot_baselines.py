@@ -24,6 +24,7 @@ from motley.records.costs import read_training
 from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import Row, read_rows
+from motley.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -270,7 +271,7 @@ def draw_folder(folder: BaselineFolder) -> "Figure":
 
 def story(name: str, rows: Sequence[Row]) -> str:
     """Return a title with the result of a matrix: the fastest way to train."""
-    ways = f"{len(rows)} way{'s' * (len(rows) != 1)} to train"
+    ways = f"{plural(len(rows), 'way')} to train"
     done = [row for row in rows if row.samples_per_s and row.outcome == DONE]
     best = max(done, key=lambda row: row.samples_per_s or 0.0, default=None)
     if best is None:

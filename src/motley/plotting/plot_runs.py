@@ -20,6 +20,7 @@ from motley.plotting import command, style
 from motley.plotting.run_steps import read_or_say
 from motley.records.costs import Training, column, joules
 from motley.records.run_folder import RunFolder, find_runs
+from motley.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -176,7 +177,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
     figure = style.new_figure(11, sum(heights))
     blocks = figure.subfigures(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for block, (task, each) in zip(blocks, tasks.items(), strict=True):
-        block.suptitle(f"{task or 'runs'}: {len(each)} run{'s' if len(each) > 1 else ''}")
+        block.suptitle(f"{task or 'runs'}: {plural(len(each), 'run')}")
         columns = list_axes(kinds[task][0])
         axes = block.subplots(len(kinds[task]), len(columns), sharey="row", squeeze=False)
         for row, curves in zip(axes, kinds[task], strict=True):

@@ -25,7 +25,7 @@ from motley.plotting.command import add_collect, warn
 from motley.publish.publisher import PublishedCounts, Publisher
 from motley.publish.trackers import Tracker, trackers
 from motley.records.run_folder import open_run
-from motley.text import escape_unprintable, typed_command
+from motley.text import escape_unprintable, plural, typed_command
 
 PROJECT = "motley"
 
@@ -155,7 +155,7 @@ def print_counts(args: argparse.Namespace, told: PublishedCounts) -> None:
         return
     counts = ((told.steps, "step"), (told.evaluations, "evaluation"), (told.events, "event"),
               (told.samples, "sample"))  # fmt: skip
-    new = [f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts if count]
+    new = [plural(count, word) for count, word in counts if count]
     print(f"{args.run} to {args.to}: {', '.join(new) or 'nothing new since the last time'}")
     if told.status == "running":
         print(

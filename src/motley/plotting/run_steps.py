@@ -12,6 +12,7 @@ from motley.records.costs import Training, column, lead, mean, median, read_trai
 from motley.records.gpu_csv import device_name
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
+from motley.text import plural
 
 UNFINISHED = ("failed", "running", "stopped")
 
@@ -35,7 +36,7 @@ def title(training: Training) -> str:
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
     what = str((run.get("task") or {}).get("title", ""))
     ranks = len(run.get("ranks") or training.steps)
-    facts = [what, f"{ranks} rank{'s' if ranks != 1 else ''}"]
+    facts = [what, plural(ranks, "rank")]
     if result.get(training.headline) is not None:
         facts.append(f"final {style.metric(training.headline, result[training.headline])}")
     return f"{name}: {', '.join(filter(None, facts))}"

@@ -90,6 +90,7 @@ from motley.provision.launch_trial import (
 )
 from motley.provision.setup_command import Parser, run
 from motley.records.run_folder import RunFolder, is_free, take_folder
+from motley.text import plural
 
 _LOOK_S = 0.5
 # Seconds for srun to end after a fault, if rank 0 has ended, and if it has not. By Slurm's own
@@ -163,7 +164,7 @@ class Keeper:
         self._environ = dict[str, str]()
 
     def run(self) -> int:
-        """Run the line until it has ended well, or until another start makes no sense.
+        """Run the command line until it succeeds, or until another start makes no sense.
 
         Returns:
             The exit status.
@@ -188,7 +189,7 @@ class Keeper:
                 return self._stopped(begun=content.get("started") != started)
             if content.get("status") == "finished":
                 if number:
-                    print_now(f"finished, after {number} restart{'s' * (number != 1)}")
+                    print_now(f"finished, after {plural(number, 'restart')}")
                 return 0
             answers = early.result() if early else self._ask()
             has_left = answers.away.keys() - self._missing
@@ -357,17 +358,17 @@ class Keeper:
     def _start(
         self, line: LaunchLine, asked: HostAnswers, started: str | None
     ) -> tuple[int, Future[HostAnswers] | None]:
-        """Run a line to its end.
+        """Run a command line, which starts mpirun, to its end.
 
         Args:
-            line: the line.
-            asked: answers of the hosts of this start.
+            line: the command line.
+            asked: answers of the hosts, from before this start.
             started: start time of the previous job, from run.json.
 
         Returns:
-            Two values. The first is the exit status of the line. After a fault, the second is a
-            future with the hosts' answers, else None. The script asks the hosts while mpirun still
-            ends, because both wait for a dead host.
+            Two values. The first is the exit status. After a fault, the second is a future with
+            the hosts' new answers, else None. The hosts are asked while mpirun is still ending,
+            because asking and ending both wait for a dead host.
         """
         early, failed = None, 0.0
         self._figures.launched()
@@ -411,7 +412,7 @@ def _append_output() -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the line until it has ended well, or until another start makes no sense."""
+    """Run the given command line until it succeeds, or until another start makes no sense."""
     parser = Parser("keep_training", __doc__, visits=False)
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--polite", action="store_true")

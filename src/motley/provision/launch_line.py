@@ -177,7 +177,7 @@ class LaunchLine:
         return self if self.save_every else self._with_option("--save-every", interval)
 
     def trial(self) -> tuple[str, ...]:
-        """Return the words that start the same ranks with a test program, which kills one rank."""
+        """Return the command line with a test program, which kills one rank, as its script."""
         *start, last = self.words[: self._entry]
         program = (last, "setup/hello_mpi.py") if Path(last).name == _ENTRY else ("hello",)
         return (*start, *program, "--lose-one")

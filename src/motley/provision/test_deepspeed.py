@@ -67,9 +67,11 @@ def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
 
 
 def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
-    """Return the seconds of this rank's product, the seconds of the sum, and the error of C.
+    """Multiply matrices, C = A B, with a part of the product on each rank.
 
-    The error is the largest absolute difference between an entry of C and the expected entry.
+    Returns:
+        The seconds of this rank's part, the seconds of the sum over ranks, and the error of C: the
+        largest absolute difference between an entry of C and the expected entry.
     """
     import torch
 

@@ -10,6 +10,7 @@ from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.records.json_files import JsonDict, to_json
 from motley.records.run_folder import RunFolder, open_run
 from motley.records.training import EpochRecord, RankGroups
+from motley.text import plural
 
 Columns = dict[str, list[Any]]
 
@@ -95,7 +96,7 @@ class Run:
         counts = {"step": self.steps, "evaluation": self.epochs, "event": self.events,
                   "GPU sample": self.gpus}  # fmt: skip
         rows = {word: len(columns["time"]) for word, columns in counts.items()}
-        parts = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
+        parts = (plural(count, word) for word, count in rows.items())
         return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(parts)}>"
 
 

@@ -46,6 +46,7 @@ from motley.records.json_files import (
     write_json,
 )
 from motley.records.training import OWN_PART, OWN_STEP
+from motley.text import plural
 
 _FILE = ".lock"
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # other errors mean that the disk has no locks
@@ -517,7 +518,7 @@ def open_run(path: str | Path) -> RunFolder:
     names = [str(each.path) for each in sorted(result, key=_changed, reverse=True)]
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise MotleyError(
-        f"{folder} holds {len(names)} run{('s' if len(names) > 1 else '')}; name one of them "
+        f"{folder} holds {plural(len(names), 'run')}; name one of them "
         f"(newest first): {', '.join(names[:_NAMED])}{more}"
     )
 

@@ -131,7 +131,7 @@ class Codec:
         return "".join(self.alphabet[token] for token in tokens)
 
     def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
-        """Return the number of bytes of each token in UTF-8, [vocabulary].
+        """Return the number of UTF-8 bytes that each token stands for, [vocabulary].
 
         Args:
             samples: documents over which the number is averaged, if a token can stand for different
@@ -371,7 +371,9 @@ class TokenizerCodec(Codec):
         return result
 
     def sizes(self, samples: Sequence[Encoded] = ()) -> "NDArray[np.float64]":
-        """Return the average number of bytes of each token in UTF-8, [vocabulary].
+        """Return the number of UTF-8 bytes that each token stands for, [vocabulary].
+
+        A token that stands for different numbers of bytes gets their mean over ``samples``.
 
         The sizes of all tokens of ``samples`` add up to the number of bytes of ``samples``.
         """
@@ -387,10 +389,10 @@ class TokenizerCodec(Codec):
 
 
 class Windows:
-    """Samples from one continuous text: one item for every ``length`` tokens of the text.
+    """The items of one continuous text. A new item starts every ``length`` tokens.
 
-    An item has up to ``2 * length`` tokens. A training sample is ``length + 1`` consecutive tokens
-    of an item, from a random start.
+    An item has up to ``2 * length`` tokens, so neighbouring items overlap. A training sample is
+    ``length + 1`` consecutive tokens of an item, from a random start.
     """
 
     def __init__(self, tokens: "Tokens", length: int) -> None:
@@ -418,6 +420,13 @@ class Part:
     tokens: "Tokens"
     ends: "NDArray[np.int64]"
     learnt: "NDArray[np.bool_] | None" = None
+
+    @property
+    def documents(self) -> int:
+        """Number of documents of two tokens or more. Shorter ones have no token to predict."""
+        import numpy as np
+
+        return int(np.count_nonzero(np.diff(self.ends, prepend=0) > 1))
 
 
 class Pieces:

@@ -129,6 +129,13 @@ class Task:
 
     # -- may be written
 
+    def check_options(self) -> None:
+        """Raise MotleyError if options of the task contradict each other.
+
+        A run that continues checks them after the options of the checkpoint have replaced those
+        that the user did not type. ``__post_init__`` would be too early.
+        """
+
     def held_out_sets(self) -> "Mapping[str, Source]":
         """Return additional held-out data sets by name, in the form of :meth:`data`.
 

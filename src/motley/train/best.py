@@ -174,10 +174,11 @@ class BestEvaluation:
         self.saved, self.saved_step = self._last
 
     def _take(self, score: float, step: int) -> None:
+        is_repeated = step == self._last[1]  # the run is evaluated again, without a further step
         self._last = score, step
         if self._is_better(score, self.score):
             self.score, self.step, self.since = score, step, 0
-        else:
+        elif not is_repeated:
             self.since += 1
 
     def _is_better(self, score: float, other: float) -> bool:

@@ -280,7 +280,10 @@ def read_config(
             parser.parse_args(words)  # reports the error
         typed = parser.find_typed_options(own)
         of_recipe = parser.find_typed_options(recipe) - typed
-        return replace(parser.make_config(known), typed_names=typed, recipe_names=of_recipe)
+        config = replace(parser.make_config(known), typed_names=typed, recipe_names=of_recipe)
+        if config.resume is None:  # otherwise train() checks the options of the checkpoint, too
+            get_task(config).check_options()
+        return config
     except MotleyError as error:
         parser.error(str(error))
 

@@ -379,10 +379,11 @@ class Loop:
         metrics. The result is None if no evaluation is due at this position.
         """
         config, ended = self._job.config, self._ended()
-        if not (ended or self._job.length.evaluates(self._state)):
-            return None
         is_asked = config.eval_at_start and "eval_at_start" not in config.continued_names
-        known = None if ended and is_asked else self._recorder.evaluation_at(self._state.step)
+        again = is_asked and (ended or self._job.run.continues_finished)
+        if not (ended or again or self._job.length.evaluates(self._state)):
+            return None
+        known = None if again else self._recorder.evaluation_at(self._state.step)
         if known is not None and self.best is not None:
             self._keep_best(self.best, known.step)  # a rank may have been lost before
         return known or self._evaluate()
@@ -477,9 +478,12 @@ class Loop:
         link = self._job.checkpoints.path / BEST
         is_kept = self._job.config.keep_best and self.best.saved_step == self.best.step
         kept = f" (checkpoint {link})" if is_kept else ""
+        since = self.best.since
+        later = "the evaluation" if since == 1 else f"the {since} evaluations"
+        verb = "was" if since == 1 else "were"
         return (
             f"stopped early after step {self._state.step:,}: {self.best.describe()}{kept}, and "
-            f"{self.best.since} evaluations since then were no better. To continue, add --resume "
+            f"{later} since then {verb} no better. To continue, add --resume "
             f"auto --run {self._job.run.folder.path.name} --stop-after none, or a larger number"
         )
 

@@ -93,8 +93,8 @@ class Budget:
         """Return a sentence on the remaining time and the needed disk space, for the log."""
         if not self.steps:
             return (
-                "all steps are done; for more, give a larger --epochs or --max-steps. "
-                "--eval-at-start evaluates again"
+                "all steps are done; for more, give a larger --epochs or --max-steps, or evaluate "
+                "again with --eval-at-start"
             )
         taken = f"{self.steps:,} steps"
         if self.step_s is not None:

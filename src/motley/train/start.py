@@ -72,8 +72,9 @@ def train_or_continue(world: World, given: Config, strategies: Mapping[str, Stra
     return result.folder.path
 
 
-def check_optimization(config: Config) -> None:
-    """Raise MotleyError if options of the optimizer contradict each other or have no effect."""
+def check_options(config: Config) -> None:
+    """Raise MotleyError if options contradict each other or have no effect."""
+    get_task(config).check_options()
     check_optimizer(config)
     check_schedule(config)
     typed = config.typed_names - config.continued_names
@@ -106,7 +107,7 @@ def train(
         monitor: factory of the monitor that proposes another split.
         run: the run; None: create the run that the options describe.
     """
-    check_optimization(config)
+    check_options(config)
     run = run or Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(get_task(config).prepare)
@@ -171,7 +172,7 @@ def train_with(
     world.clock.lap("engine")
     records = make_records(world, config, group, plan, planned, traits, job, last_step)
     run.start(records, step, trains=step < last_step)
-    if world.rank == 0:
+    if world.rank == 0 and not run.keeps_records:
         run.folder.write_config(config.as_toml())
     shared = run.is_shared()
     if continuation is None:

@@ -140,6 +140,17 @@ def test_the_words_of_a_recipe_do_not_win_over_what_was_typed_beside_it_before()
         assert (found.lr, found.epochs) == (lr, epochs)
 
 
+def test_an_option_may_need_those_of_the_checkpoint() -> None:
+    words = ["--aug-splits", "3", "--aa", "v0", "--jsd-loss"]
+    saved = options_to_save(read_config(training_parser(""), words))
+    typed = read_config(training_parser(""), ["--resume", "auto", "--aug-splits", "2"])
+    with pytest.raises(MotleyError, match="all images of a sample would be equal"):
+        get_task(typed).check_options()
+    task = get_task(restore_options(typed, saved))
+    task.check_options()
+    assert (task.aug_splits, task.jsd_loss) == (2, True)  # type: ignore[attr-defined]
+
+
 def test_another_task_is_refused_with_the_option_to_add() -> None:
     text = read_config(training_parser(""), ["--task", "text"])
     with pytest.raises(MotleyError, match="this launch has --task image; add --task text"):

@@ -243,7 +243,7 @@ def test_balanced_epochs_have_equally_many_of_each_class() -> None:
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(MotleyError, match=says):
-        ImageTask(**options)  # type: ignore[arg-type]
+        ImageTask(**options).check_options()  # type: ignore[arg-type]
 
 
 def test_balance_and_classes_need_one_class_for_each_image(root: Path) -> None:

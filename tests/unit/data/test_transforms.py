@@ -299,7 +299,9 @@ def is_rectangle(mask: Tensor) -> bool:
 ])  # fmt: skip
 def test_options_of_images_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MotleyError, match=says):
-        _ = ImageTask(**options).look
+        task = ImageTask(**options)
+        task.check_options()
+        _ = task.look
 
 
 def test_options_of_a_held_out_image_change_it() -> None:

@@ -222,7 +222,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_options_that_say_two_things_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(MotleyError, match=says):
-        TextTask(**options)  # type: ignore[arg-type]
+        TextTask(**options).check_options()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -86,4 +86,4 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
         with pytest.raises(MotleyError, match=says):
             TextTask(text=(str(tmp_path / name),)).data(True)
     with pytest.raises(MotleyError, match="--width 10 is not a multiple of --heads 4"):
-        TextTask(width=10)
+        TextTask(width=10).check_options()

@@ -131,7 +131,7 @@ def test_options_of_the_text_that_contradict_are_refused(
     options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(MotleyError, match=says):
-        TextTask(**options)
+        TextTask(**options).check_options()
 
 
 def documents(task: TextTask, held_out: bool) -> set[str]:

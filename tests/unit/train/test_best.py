@@ -43,6 +43,7 @@ def test_nan_is_never_the_best_and_counts_as_no_gain() -> None:
     assert here.add(record(2, 5.0))
     here.mark_saved()
     assert not here.add(record(3, math.nan)) and here.step == 2 and here.since == 1
+    assert not here.add(record(3, 6.0)) and here.since == 1, "the same step, evaluated again"
 
 
 def test_it_is_restored_from_records_and_the_checkpoints_that_are_there() -> None:

@@ -88,7 +88,7 @@ class Tracker(ABC):
 
         Args:
             steps: rows of steps and of evaluations.
-            samples: rows of devices, with their own times.
+            samples: rows of the GPU log, such as load and memory, each with its own time.
             notes: notes on events.
         """
 

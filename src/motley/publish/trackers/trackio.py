@@ -1,4 +1,7 @@
-"""The tracker Trackio: its folder on this machine, or the Space or server in its variables."""
+"""The tracker Trackio, which stores a run in a folder, a Hugging Face Space, or on a server.
+
+Trackio's own environment variables name the Space or the server.
+"""
 
 import contextlib
 import io

@@ -296,6 +296,11 @@ class ImageTask(Task):
     def __post_init__(self) -> None:
         if self.dataset == "digits" and (self.labels or self.data_dir != _USUAL_DIR):
             object.__setattr__(self, "dataset", "folder")
+        if self.name is None:  # records contain the name of the model
+            object.__setattr__(self, "name", find_dataset(self.dataset).model)
+
+    def check_options(self) -> None:
+        """Raise MotleyError if options contradict each other or have no effect."""
         if self.labels is None and (self.target != CLASS or self.label_columns):
             flag = f"--target {self.target}" if self.target != CLASS else "--label-columns"
             raise MotleyError(
@@ -329,8 +334,6 @@ class ImageTask(Task):
                     f"--metrics {each} does not apply to --target {self.target}; choose "
                     f"{', '.join(fits)}"
                 )
-        if self.name is None:  # records contain the name of the model
-            object.__setattr__(self, "name", find_dataset(self.dataset).model)
         if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
             raise MotleyError(
                 f"--bn-group {self.bn_group} is odd, and --mixup and --cutmix mix pairs of "

@@ -29,6 +29,7 @@ from motley.tasks.task import Net, Task
 from motley.tasks.text_sources import MANUAL, SHAKESPEARE, Sources
 from motley.tasks.token_cache import TextSpec, TokenizedText, open_text
 from motley.tasks.writer import Sampling, Writer
+from motley.text import plural
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,7 +106,7 @@ class HfOptions(Task):
                 f"--{shape[0]} sets the shape of the built-in GPT, and the model in {named} has "
                 "its shape in config.json; leave out one of the two"
             )
-        if tokens == TOKENIZER and not tokenizer and not (named and Path(named).is_dir()):
+        if tokens == TOKENIZER and not tokenizer and (not named or Path(named).is_file()):
             raise MotleyError(
                 f"--tokens {TOKENIZER} uses the tokenizer of a model's folder, and no folder is "
                 "given; add --tokenizer DIR, --pretrained DIR or --hf-config DIR"
@@ -290,15 +291,18 @@ class TextTask(HfOptions):
     )
 
     def __post_init__(self) -> None:
+        if self.tokens is None:  # records contain the kind of tokens
+            own = self.pretrained or self.tokenizer or self._has_config_tokenizer
+            object.__setattr__(self, "tokens", TOKENIZER if own else "bytes")
+
+    def check_options(self) -> None:
+        """Raise MotleyError if options contradict each other or have no effect."""
         usual = {each.name: each.default for each in fields(TextTask)}
         self.check_together(
             [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]],
             self.tokens,
             self.tokenizer,
         )
-        if self.tokens is None:  # records contain the kind of tokens
-            own = self.pretrained or self.tokenizer or self._has_config_tokenizer
-            object.__setattr__(self, "tokens", TOKENIZER if own else "bytes")
         self._check_text_options()
         if self.width % self.heads:
             raise MotleyError(
@@ -478,10 +482,10 @@ class TextTask(HfOptions):
     @property
     def account(self) -> str:  # type: ignore[override]
         """Line with the number of documents, and the numbers that are cut or left out."""
-        train, held_out = (len(part.ends) for part in (self.corpus.train, self.corpus.held_out))
-        noun = "paragraphs" if self.paragraphs else "conversations" if self.chat else "documents"
-        lines = [f"{train:,} {noun}, and {held_out:,} held out"] if train + held_out else []
-        if self.pack:
+        train, held_out = (part.documents for part in (self.corpus.train, self.corpus.held_out))
+        noun = "paragraph" if self.paragraphs else "conversation" if self.chat else "document"
+        lines = [f"{plural(train, noun)}, and {held_out:,} held out"] if train + held_out else []
+        if self.pack and lines:
             counts = " and ".join(f"{len(self._pieces[part]):,}" for part in (False, True))
             lines[0] += f", packed into {counts} samples"
         pieces = [each for each in self._pieces.values() if isinstance(each, Pieces)]
