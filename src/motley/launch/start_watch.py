@@ -260,11 +260,15 @@ def _main() -> None:
 
 
 def _is_stopped_early(pid: int, seconds: float) -> bool:
-    """Return True if a rank of this host is stopped (SIGSTOP) before it is ready to train.
+    """Wait until a rank is ready or ends. Return True if it is stopped (SIGSTOP) meanwhile.
 
-    This function looks for ``seconds``. It returns False as soon as the rank is ready, or ends. A
-    rank is not reported while mpirun is stopped too: then the user has stopped the job on purpose
-    (Ctrl-Z).
+    The result is False if another rank of this host is ready, since that rank reports the stopped
+    one. A rank is not reported while mpirun is stopped too: then the user has stopped the job on
+    purpose (Ctrl-Z).
+
+    Args:
+        pid: process ID of the rank.
+        seconds: time after which a stopped rank counts.
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(OSError):
