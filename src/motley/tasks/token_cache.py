@@ -24,6 +24,7 @@ from motley.cluster.account import cache_folder
 from motley.errors import MotleyError
 from motley.tasks.corpus import KINDS, Codec, Encoded, Part, TokenizerCodec, make_alphabet, turns
 from motley.tasks.text_sources import Document, Sources
+from motley.text import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -277,8 +278,8 @@ class _Builder:
             unique = len(set(hashes))
             different = "" if unique == len(hashes) else f", {unique:,} different"
             raise MotleyError(
-                f"{self._spec.train.option} has {len(hashes):,} documents{different}, of "
-                f"which {count} are held out, so none is left to train on; name held-out "
+                f"{self._spec.train.option} has {plural(len(hashes), 'document')}{different}, "
+                f"and holds out {count}, so none is left to train on; name held-out "
                 "documents with --val-text, or give more"
             )
         return limit

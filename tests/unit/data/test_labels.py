@@ -102,7 +102,7 @@ def test_several_labels_and_numbers(root: Path) -> None:
     (rows() + "i1.png,dog\n", "class", (), "line 14: i1.png has the label 'dog'"),
     (rows() + ",dog\n", "class", (), "line 14 names no file"),
     (rows().replace("i4.png,cat", "i4.png,"), "class", (), "line 6: i4.png has no label"),
-    (rows().replace("i4.png,cat", "i4.png"), "class", (), "line 6 has 1 cells, and the header"),
+    (rows().replace("i4.png,cat", "i4.png"), "class", (), "line 6 has 1 cell, and the header"),
     (rows("dog"), "class", (), "has 1 different labels"),
     (rows(), "value", (), "line 11: 'dog' for i9.png is not a number|'cat' for i1"),
     ("file,label\n", "class", (), "has no rows"),

@@ -110,7 +110,7 @@ def test_tables_and_folders_that_have_no_text_are_refused(tmp_path: Path) -> Non
         texts("hf:none")
     short = write_rows(tmp_path / "short.jsonl", ["abc"])
     with pytest.raises(
-        MotleyError, match=r"1 documents, of which 1 are held out, so none is left to train"
+        MotleyError, match=r"has 1 document, and holds out 1, so none is left to train"
     ):
         TextTask(text=(short,)).data(False)
     train = write_rows(tmp_path / "train.jsonl", ROWS)
