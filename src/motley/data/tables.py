@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import sys
 from collections import Counter
@@ -47,7 +48,8 @@ class CsvFile:
         self.path, self.line = path, 1
         header = text.partition("\n")[0]
         self._delimiter = max(",;\t", key=header.count)
-        self._lines = csv.reader(text.splitlines(keepends=True), delimiter=self._delimiter)
+        # splitlines() would also end a line at other characters, such as U+2028 inside a cell.
+        self._lines = csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter)
         self.names = [each.strip() for each in next(self._lines, [])]
 
     def rows(self, least: int | None = None) -> Iterator[list[str]]:

@@ -11,10 +11,11 @@ from motley.infer.predict import main
 
 @pytest.mark.parametrize(("name", "content", "due"), [
     ("a.csv", "\ufeffa;b\r\n1;'x\r\n\r\n;\r\n", [{"a": "1", "b": "'x"}, {"a": "", "b": ""}]),
+    ("a.csv", "a,b\rx\u2028y,2\r", [{"a": "x\u2028y", "b": "2"}]),
     ("a.tsv", 'a\tb\n"1\n2"\t3\n', [{"a": "1\n2", "b": "3"}]),
     ("a.csv", f"a\n{'x' * 200_000}\n", [{"a": "x" * 200_000}]),
     ("a.jsonl", '{"a": 1}\n\n{"b": [2]}', [{"a": 1}, {"b": [2]}]),
-], ids=["csv", "tsv", "long", "jsonl"])  # fmt: skip
+], ids=["csv", "cr", "tsv", "long", "jsonl"])  # fmt: skip
 def test_rows_are_read_by_column(
     tmp_path: Path, name: str, content: str, due: list[dict[str, object]]
 ) -> None:
