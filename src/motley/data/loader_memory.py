@@ -20,9 +20,11 @@ import os
 import re
 import shutil
 import socket
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -207,6 +209,7 @@ _MADE = 1  # batches that each process is assembling
 _SHARED = "/dev/shm"  # file system through which a batch without a slot is passed
 # Torch's messages for a process that finds /dev/shm full, or is killed for writing past its end.
 _NO_ROOM = re.compile(r"shared memory\(shm\)|Bus error|unable to (allocate|resize|mmap|open).*shm")
+_RECEIVES = "torch/multiprocessing/reductions.py"  # receives tensors from another process
 _DIED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 
 
@@ -280,17 +283,20 @@ def explain_workers(workers: int) -> Iterator[None]:
     """Convert torch's error about a failed loader process into a MotleyError.
 
     The process has died, or shared memory was full. A signal reports the death of a process, so
-    torch may raise the error at any line of the main thread.
+    torch may raise the error at any line of the main thread. If a process dies while it hands over
+    a tensor, the connection to it fails first.
 
     Args:
         workers: number of loader processes of this rank.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError, EOFError) as error:
         text = str(error)
         no_room = _NO_ROOM.search(text)
-        if not no_room and not _DIED.search(text):
+        if _fails_in_transfer(error):
+            text = f"its connection failed ({type(error).__name__})"
+        elif not no_room and not _DIED.search(text):
             raise
         there, memory = shutil.disk_usage(_SHARED), psutil.virtual_memory()
         raise MotleyError(
@@ -303,6 +309,13 @@ def explain_workers(workers: int) -> Iterator[None]:
             "Start fewer loader processes with --workers (0: none), take a smaller --micro-batch, "
             f"or enlarge {_SHARED} (in a container: --shm-size)"
         ) from None
+
+
+def _fails_in_transfer(error: BaseException) -> bool:
+    """Return True if torch raised the error while it received a tensor from a loader process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_lost = isinstance(error, ConnectionError | EOFError)
+    return is_lost and any(Path(frame.filename).match(_RECEIVES) for frame in frames)
 
 
 def _text(size: float) -> str:

@@ -66,6 +66,7 @@ class Loop:
     most_rows: int | None = None  # that fit in memory
     kill: list[int] = field(default_factory=list)  # rank, step, place; see kill_rank
     left_out: int | None = None  # rank without a device, as on a host with fewer GPUs than ranks
+    noise: float = 0.0  # relative change of the head's initial weights
 
 
 class Log:
@@ -344,6 +345,8 @@ def main(case: Loop, out: Path) -> None:
     )
     data = Texts(case.rows, case.augment)
     model = Network(case.parts).to(lab.device)
+    with torch.no_grad():
+        model.head.weight.mul_(1 + case.noise)
     optimizer = make_optimizer(case.opt, list(model.parameters()))
     steps = (case.rows + 8) * case.epochs if case.batch == 1 else 24 * case.epochs
     schedule = make_schedule(case.schedule, optimizer, steps)
