@@ -110,8 +110,9 @@ def judge(
     # A loop that diverges enlarges any rounding.
     other = play(ranks, start | alone | {"noise": _NOISE}, 1, "", folder)
     rounding = difference(bare, other) if isinstance(other, dict) else 0.0
-    explains = f"rounding explains {rounding:.1e}"
-    return f"{stopped}shares {shares}: {apart:.1e} apart, {explains}" if apart > rounding else ""
+    if apart <= rounding:  # NaN explains nothing
+        return ""
+    return f"{stopped}shares {shares}: {apart:.1e} apart, rounding explains {rounding:.1e}"
 
 
 def _judge_refusal(output: str, size: int, shares: str) -> str:

@@ -14,8 +14,8 @@ from motley.errors import MotleyError
 from motley.registry import import_extra
 from motley.text import plural
 
-JSON_LINES, PARQUET = (".jsonl", ".ndjson"), ".parquet"
-TABLES = (".csv", ".tsv", *JSON_LINES, PARQUET)
+JSON_ENDINGS, PARQUET = (".jsonl", ".ndjson"), ".parquet"
+TABLES = (".csv", ".tsv", *JSON_ENDINGS, PARQUET)
 AT_ONCE = 1000  # rows of a parquet file in memory
 
 Row = Mapping[str, Any]
@@ -79,7 +79,7 @@ class CsvFile:
             ) from None
 
 
-def read_json_lines(path: Path, name: str, column: str) -> Iterator[tuple[int, Row]]:
+def read_json_rows(path: Path, name: str, column: str) -> Iterator[tuple[int, Row]]:
     """Yield the line number and the JSON object of each line that is not empty.
 
     Args:
@@ -173,8 +173,8 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
             batches = table.iter_batches(batch_size=AT_ONCE)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
-    elif ending in JSON_LINES:
-        for number, row in read_json_lines(path, str(path), "x"):
+    elif ending in JSON_ENDINGS:
+        for number, row in read_json_rows(path, str(path), "x"):
             yield f"{path}, line {number}", row
     else:
         file = CsvFile(path, str(path))

@@ -113,11 +113,10 @@ class Look:
             changes.append(v2.ColorJitter(*[self.jitter] * 3))
         if self.erase:
             erase.append(self._erase())
-        steps = [frame, *changes, *erase]
         if self.copies > 1:
             whole = self._copy(frame, changes, erase)
         else:
-            whole = frame if len(steps) == 1 else v2.Compose(steps)
+            whole = v2.Compose([frame, *changes, *erase]) if changes or erase else frame
         return seeded(whole) if self.auto or self.erase else whole
 
     def _copy(

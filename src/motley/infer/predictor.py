@@ -165,15 +165,18 @@ class Predictor:
 
     def _read(self, index: int) -> Mapping[str, Any] | None:
         task = self.trained.task
-        name = self.places[index] if self.places else task.name_of(self.source, index)
         try:
             return task.sample(read(self.source, index), training=False)
         except UnreadableSample as error:
+            name = self.places[index] if self.places else task.name_of(self.source, index)
             text = f"{name} cannot be read ({error}); repair or remove it"
         except Exception as error:
             if not self.places:
                 raise
-            text = f"{name}: sample() raised {type(error).__name__}: {error}; correct the row"
+            text = (
+                f"{self.places[index]}: sample() raised {type(error).__name__}: {error}; correct "
+                "the row"
+            )
         if self.on_unreadable is None:
             raise MotleyError(text)
         self.on_unreadable(text)

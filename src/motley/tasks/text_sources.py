@@ -13,11 +13,11 @@ from typing import Any
 
 from motley.data.tables import (
     AT_ONCE,
-    JSON_LINES,
+    JSON_ENDINGS,
     PARQUET,
     Row,
     open_parquet,
-    read_json_lines,
+    read_json_rows,
 )
 from motley.errors import MotleyError
 from motley.registry import folder_of_extra
@@ -73,7 +73,7 @@ class Sources:
             if name in (MANUAL, SHAKESPEARE) or not path.is_dir() or self._is_saved(path):
                 result.append(name)
                 continue
-            known = (*_PLAIN, *JSON_LINES, PARQUET)
+            known = (*_PLAIN, *JSON_ENDINGS, PARQUET)
             inside = [
                 each for each in path.rglob("*") if each.suffix in known and each.is_file()
                 and not any(part.startswith(".") for part in each.relative_to(path).parts)
@@ -94,7 +94,7 @@ class Sources:
     def _has_rows(self, place: str) -> bool:
         if place in (MANUAL, SHAKESPEARE):
             return False
-        return self._is_hub(place) or Path(place).suffix in (*JSON_LINES, PARQUET)
+        return self._is_hub(place) or Path(place).suffix in (*JSON_ENDINGS, PARQUET)
 
     @staticmethod
     def _is_saved(path: Path) -> bool:
@@ -126,7 +126,7 @@ class Sources:
                 yield from _plays()
             elif self._is_hub(place):
                 yield from self._rows_of_splits(place)
-            elif Path(place).suffix in JSON_LINES:
+            elif Path(place).suffix in JSON_ENDINGS:
                 yield from self._lines(Path(place))
             elif Path(place).suffix == PARQUET:
                 yield from self._table(Path(place))
@@ -188,7 +188,7 @@ class Sources:
 
     def _lines(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a file with a JSON object in each line."""
-        for number, row in read_json_lines(path, f"{self.option} {path}", self.column):
+        for number, row in read_json_rows(path, f"{self.option} {path}", self.column):
             yield self._document(row, f"{path}, line {number}")
 
     def _table(self, path: Path) -> Iterator[Document]:

@@ -151,8 +151,8 @@ def print_summary(
         run.event("left_out", **entry.as_json())
     task = get_task(config)
     print(task.title())
-    if task.account:
-        print(f"  {task.account}")
+    if account := task.account:
+        print(f"  {account}")
     print(f"  records in {run.folder.path}; if it is stopped: {make_resume_line(run.folder)}")
     for worker in group.workers:
         number = worker.group_rank
