@@ -50,6 +50,9 @@ CASES = {
     "a finished run, and another batch": """{"recipe":{"batch_size":5,"samples":21},"segments":[
         {"stop":10},{"changed":{"batch_size":3}}]}""",
     "other warm-up": """{"segments":[{"stop":1},{"changed":{"warmup_epochs":0.25}}]}""",
+    "a warm-up in epochs in place of one in steps": """{"recipe":{"batch_size":4,"samples":27,
+        "epochs":1,"warmup_steps":0},"segments":[{"stop":1},{"changed":{"warmup_epochs":0.25},
+        "brief":true}]}""",
     "evaluations between saves, and a lost rank": """{"recipe":{"eval_every":2,"keep_best":"loss",
         "save_every":3,"lr_cycle_limit":2,"clip_grad":0.01,"clip_mode":"value"},"segments":[
         {"ranks":3,"shares":[2,0,1],"stop":4,"faults":[{"kind":"kill","step":3,"rank":2,"call":4}]},

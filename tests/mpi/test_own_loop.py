@@ -229,7 +229,7 @@ REFUSED = {
     "no optimizer": "in place of an update of your own",
     "another optimizer": "pass it too, as in `lab.prepare(model, optimizer)`",
     "ahead": "call next() on the loader after lab.backward()",
-    "several ahead": 'or give it reduction="sum" for losses that are divided',
+    "several ahead": 'or call backward(loss, reduction="sum") if each loss is divided',
     "a huge order": "num_samples=1_000_000",
     "uneven batches": "batch 1 of lab.batches() has 3 rows, and batch 0 has 4",
     "no rows": "return tensors whose dimension 0 counts the rows",

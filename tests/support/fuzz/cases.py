@@ -194,7 +194,12 @@ class Case:
             words += ["--dataset", "folder", "--data-dir", folder, "--bad-images", "skip",
                       "--no-augment"]  # fmt: skip
         given = {"samples": self.recipe.samples, "bn_group": self.recipe.bn_group}
-        words += self._words(given | segment.changed if brief else self.options(segment))
+        whole = self.options(segment)
+        if segment.brief and "warmup_epochs" in segment.changed:
+            whole["warmup_steps"] = (
+                None  # what is typed for a resume counts before the checkpoint's
+            )
+        words += self._words(given | segment.changed if brief else whole)
         if segment.shares:
             words += ["--shares", ",".join(map(str, segment.shares))]
         words += ["--precision", ",".join(segment.precision)]
